@@ -1,0 +1,1 @@
+"""Conversations, chat template, on-policy answers, split and preview."""

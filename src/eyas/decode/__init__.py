@@ -1,0 +1,1 @@
+"""Acceptance: replayed from the store, or decoded with the target."""

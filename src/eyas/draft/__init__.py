@@ -1,0 +1,1 @@
+"""The draft: config, network, unroll attention, loss, vocabulary."""

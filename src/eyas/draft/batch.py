@@ -1,0 +1,93 @@
+"""A batch: documents packed row after row, with what the unroll needs to know about each row.
+
+Row t of a document reads the pair (x_{t+1}, g_t) at RoPE position t and predicts x_{t+2} (eagle3.md, "The shift").
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from eyas.features.store import Sample, teacher_positions
+
+
+@dataclass
+class Batch:
+    """R rows of packed documents and the F teacher positions they refer to.
+
+    aux [R, A*H] float; tokens [R] int64, x_{t+1} of row t; positions [R] int64, t;
+    depth [R] int64, how many steps of the chain that starts at this row are supervised (0: no chain starts here);
+    teacher [R] int64, where p_{t+1} lies among the F teacher positions (the teacher of step k is teacher + k);
+    final [F, H] float and argmax [F] int64 of the target; documents: (first row, end row) of each.
+    """
+
+    aux: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    depth: torch.Tensor
+    teacher: torch.Tensor
+    final: torch.Tensor
+    argmax: torch.Tensor
+    documents: list[tuple[int, int]]
+
+    @property
+    def supervised(self) -> int:
+        """The loss's denominator: rows whose first step is supervised."""
+        return int((self.depth > 0).sum())
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Batch":
+        """Move to a device; floats also to `dtype`."""
+        moved = {
+            name: value.to(device, dtype if value.is_floating_point() else None)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return Batch(documents=self.documents, **moved)
+
+
+def chain_depth(supervised: np.ndarray) -> np.ndarray:
+    """int64 [T-1]: for row t, the length of x_{t+2}, x_{t+3}, … inside the supervised span that holds x_{t+1}."""
+    run = np.zeros(len(supervised) + 1, dtype=np.int64)  # run[t]: supervised tokens from t to the end of its span
+    ends = np.flatnonzero(np.diff(np.concatenate([supervised, [False]]).astype(np.int8)) == -1) + 1
+    inside = np.flatnonzero(supervised)
+    if len(inside):
+        run[inside] = ends[np.searchsorted(ends, inside, side="right")] - inside
+    return np.maximum(run[1 : len(supervised)] - 1, 0)
+
+
+def as_bfloat16(bits: np.ndarray) -> torch.Tensor:
+    """uint16 bit patterns as a bfloat16 tensor of the same shape, without a copy where numpy allows it."""
+    return torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).view(torch.bfloat16)
+
+
+def pack(samples: Sequence[Sample]) -> Batch:
+    """Pack whole documents; nothing is padded, and rows never look across a document's border."""
+    aux, tokens, positions, depth, teacher, documents = [], [], [], [], [], []
+    row = offset = 0
+    for sample in samples:
+        rows = len(sample.tokens) - 1
+        where = teacher_positions(sample.supervised)
+        depths = chain_depth(sample.supervised)
+        index = np.searchsorted(where, np.arange(1, rows + 1))  # of position t+1; meaningless where depth is 0
+        aux.append(as_bfloat16(sample.aux[:rows].reshape(rows, -1)))
+        tokens.append(sample.tokens[1:])
+        positions.append(np.arange(rows))
+        depth.append(depths)
+        teacher.append(np.where(depths > 0, index + offset, 0))
+        documents.append((row, row + rows))
+        row, offset = row + rows, offset + len(where)
+
+    def integers(parts: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+    return Batch(
+        aux=torch.cat(aux),
+        tokens=integers(tokens),
+        positions=integers(positions),
+        depth=integers(depth),
+        teacher=integers(teacher),
+        final=torch.cat([as_bfloat16(sample.final) for sample in samples]),
+        argmax=integers([sample.argmax for sample in samples]),
+        documents=documents,
+    )

@@ -1,0 +1,1 @@
+"""The feature store of hidden states, and the extraction that fills it."""

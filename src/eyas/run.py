@@ -1,0 +1,565 @@
+"""The pipeline: which stage makes which artifact from which, in one direction only.
+
+Every stage is a function from artifacts to an artifact. A finished artifact whose inputs agree is skipped, one that was
+cut off is gone on with, and one made from other inputs is refused with what differs.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eyas.artifact import Manifest, differences, read_manifest
+from eyas.draft.config import DraftConfig, draft_config_for
+from eyas.errors import EyasError, UsageError
+from eyas.files import fingerprint, fingerprint_file, read_json, write_json, write_text
+from eyas.recipe import Recipe
+from eyas.target import LoadedTarget, Target, default_aux_layers, load_target, load_tokenizer, read_target
+
+if TYPE_CHECKING:
+    from eyas.data.template import ChatTemplate
+    from eyas.train.trainer import Trainer
+
+Figures = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """A recipe at work. Heavy things are loaded when a stage asks for them, and let go when it no longer needs them."""
+
+    recipe: Recipe
+    accept: str | None = None
+    loaded: LoadedTarget | None = None
+    done: dict[str, Manifest] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.recipe.run)
+
+    @cached_property
+    def target(self) -> Target:
+        return read_target(self.recipe.target)
+
+    def load(self) -> LoadedTarget:
+        if self.loaded is None:
+            self.loaded = load_target(self.target, self.recipe.dtype, trust_remote_code=self.recipe.trust_remote_code)
+        return self.loaded
+
+    @cached_property
+    def template(self) -> "ChatTemplate":
+        from eyas.data.template import ChatTemplate
+
+        tokenizer = load_tokenizer(self.target, self.recipe.trust_remote_code)
+        return ChatTemplate(tokenizer, self.recipe.generate.template or None)
+
+    @cached_property
+    def layers(self) -> list[int]:
+        return sorted(self.recipe.extract.layers or default_aux_layers(self.target.num_layers))
+
+    def documents(self) -> list[dict[str, Any]]:
+        return _read_lines(self.folder / "answers" / "answers.jsonl")
+
+    def parts(self) -> dict[str, list[str]]:
+        """Ids of the training and held-out documents that have an answer."""
+        from eyas.data.split import load_split
+
+        have = {document["id"] for document in self.documents()}
+        parts = load_split(self.folder / "conversations" / "split.json")
+        return {name: [i for i in ids if i in have] for name, ids in parts.items()}
+
+    def draft_config(self) -> DraftConfig:
+        from eyas.draft import vocab
+
+        size = len(vocab.load(self.folder / "vocab"))
+        shape = self.recipe.draft.model_dump(exclude_none=True)
+        return draft_config_for(self.target, size, aux_layers=self.layers, **shape)
+
+    def trainer(self) -> "Trainer":
+        from eyas.draft import vocab
+        from eyas.features.store import Store
+        from eyas.train.trainer import Trainer
+
+        self.loaded = None  # the target is not needed for training: give its memory back
+        parts = self.parts()
+        return Trainer(
+            self.folder / "train",
+            self.recipe.train,
+            self.draft_config(),
+            self.target,
+            vocab.load(self.folder / "vocab"),
+            Store(self.folder / "store"),
+            parts["train"],
+            parts["heldout"],
+            fingerprint(inputs_of(self, STAGES_BY_NAME["train"])),
+            self.recipe.replay.k,
+        )
+
+
+# The stages. Each returns its figures; the manifest is written around it.
+
+
+def conversations(run: Run) -> Figures:
+    from eyas.data.conversations import prepare_conversations
+    from eyas.data.split import save_split, split
+
+    section = run.recipe.conversations
+    paths = [section.path] if isinstance(section.path, str) else section.path
+    out = run.folder / "conversations" / "conversations.jsonl"
+    report = prepare_conversations(
+        paths, out, policy=section.bad_rows, limit=section.limit, seed=section.seed, template=run.template
+    )
+    rows = _read_lines(out)
+    parts = split(rows, section.heldout, section.seed)
+    save_split(parts, run.folder / "conversations" / "split.json")
+    write_json(run.folder / "conversations" / "report.json", report.to_dict())
+    return {
+        "conversations": len(rows),
+        "turns": sum(len(row["turns"]) for row in rows),
+        "categories": len({row["category"] for row in rows}),
+        "train": len(parts["train"]),
+        "heldout": len(parts["heldout"]),
+        "dropped": sum(report.dropped.values()),
+    }
+
+
+def answers(run: Run) -> Figures:
+    from eyas.data.generate import generate
+
+    section = run.recipe.generate
+    return generate(
+        _read_lines(run.folder / "conversations" / "conversations.jsonl"),
+        run.load(),
+        run.folder / "answers" / "answers.jsonl",
+        max_new_tokens=section.max_new_tokens,
+        slots=section.slots,
+        max_length=section.max_length,
+        temperature=section.temperature,
+        seed=section.seed,
+        on_long=section.on_long,
+        template=run.template,
+    )
+
+
+def store(run: Run) -> Figures:
+    from eyas.features.extract import extract
+
+    section = run.recipe.extract
+    greedy = run.recipe.generate.temperature == 0
+    threshold = section.self_check if section.self_check is not None else (0.9 if greedy else 0.0)
+    return extract(
+        run.documents(),
+        run.load(),
+        run.folder / "store",
+        layers=run.layers,
+        codec=section.codec,
+        token_budget=section.token_budget,
+        threshold=threshold,
+        inputs=inputs_of(run, STAGES_BY_NAME["store"]),
+    )
+
+
+def vocab(run: Run) -> Figures:
+    from eyas.draft import vocab as v
+
+    size = run.recipe.vocab.size
+    train = set(run.parts()["train"])
+    spans = v.supervised_spans((d for d in run.documents() if d["id"] in train), run.target.vocab_size)
+    counts = v.count_tokens(spans, run.target.vocab_size)
+    always = set(run.template.special_ids()) | set(run.template.end_ids) | set(run.target.eos_ids)
+    rule = "given in the recipe"
+    if size == "auto":
+        size, rule = v.auto_size(counts, always)
+    elif size == "full":
+        size, rule = run.target.vocab_size, "the target's whole vocabulary"
+    chosen = v.choose(counts, always, size)
+    k = run.recipe.replay.k
+    points = v.curve(spans, counts, always, k=k)
+    here = v.curve(spans, counts, always, sizes=[size], k=k)[0]
+    figures = {
+        "size": size,
+        "rule": rule,
+        "coverage": here.coverage,
+        "unseen_coverage": here.unseen_coverage,
+        "oov_share": 1 - here.coverage,
+        "untrained_rows": here.untrained,
+        "tau_ceiling": here.tau_ceiling,
+        "k": k,
+    }
+    write_json(run.folder / "vocab" / "vocab.json", figures | {"curve": [[p.size, p.coverage] for p in points]})
+    v.save(chosen, run.folder / "vocab", inputs_of(run, STAGES_BY_NAME["vocab"]), figures)
+    return figures
+
+
+def audit(run: Run) -> Figures:
+    from eyas.audit import audit_before, to_markdown
+    from eyas.draft import vocab as v
+
+    trainer = run.trainer()
+    chosen = v.load(run.folder / "vocab")
+    settings = run.recipe.train
+    frozen = {"embed_tokens"} | ({"lm_head"} if settings.freeze_head else set())
+    found = audit_before(
+        run.target,
+        trainer.draft,
+        teacher_head=trainer.teacher_head,
+        optimizer=trainer.optimizer,
+        sources=sources(run, trainer.draft.config),
+        store_meta=trainer.store.meta,
+        store_figures=run.done["store"].figures | {"longest": int(trainer.store.lengths.max())},
+        vocab=read_json(run.folder / "vocab" / "vocab.json")
+        | {"always": sorted(run.template.special_ids() | set(run.target.eos_ids)), "d2t": chosen.d2t},
+        policy_frozen=frozen,
+        dry_step=trainer.dry_step,
+        plan={"epochs": settings.epochs, "steps": settings.steps, "batch_tokens": settings.batch_tokens},
+    )
+    if found["verdict"] != "go" and run.accept:
+        found["accepted"] = run.accept
+    write_json(run.folder / "audit" / "audit.json", found)
+    write_text(run.folder / "audit" / "audit.md", to_markdown(found))
+    if found["verdict"] != "go" and not run.accept:
+        raise EyasError(
+            f"audit: NO-GO. {' '.join(found['reasons'])} See {run.folder / 'audit' / 'audit.md'}; "
+            "mend it, or go on all the same with `--accept REASON`."
+        )
+    return {name: found[name] for name in ("verdict", "total_params", "trained_params", "frozen_params")}
+
+
+def sources(run: Run, config: DraftConfig) -> dict[str, str]:
+    """Where each component's first values come from, in words."""
+    embedding, head = (run.target.tensor_name(part) for part in ("embedding", "head"))
+    random = f"random, N(0, 0.02²), seed {run.recipe.train.seed}"
+    start = f"target {head}, rows chosen by t2d"
+    copied = run.recipe.train.head_from_target and config.hidden_size == config.target_hidden_size
+    found = {
+        "embed_tokens": f"target {embedding}",
+        "verifier_lm_head": start,
+        "lm_head": start if copied else random,
+        "fc": random,
+        "fc_norm": "ones",
+        "input_norm": "ones",
+        "norm": "ones",
+        "d2t": "draft vocabulary",
+        "t2d": "draft vocabulary",
+    }
+    for layer in range(config.num_layers):
+        found |= {f"layers.{layer}.self_attn": random, f"layers.{layer}.mlp": random, f"layers.{layer}.norms": "ones"}
+    return found
+
+
+def train(run: Run) -> Figures:
+    return run.trainer().fit()
+
+
+def draft(run: Run) -> Figures:
+    from eyas.audit import audit_after, to_markdown
+    from eyas.serving.export import export
+    from eyas.train import checkpoint
+
+    trainer = run.trainer()
+    before = {name: tensor.clone() for name, tensor in trainer.draft.state_dict().items()}
+    path = checkpoint.steps(run.folder / "train" / "checkpoints")[-1]
+    trainer.resume()
+    state = trainer.draft.state_dict()
+    last = _last_validation(run.folder / "train" / "log.jsonl")
+    out = export(
+        state,
+        trainer.draft.config,
+        run.target,
+        run.folder / "draft",
+        provenance={
+            "target": run.target.fingerprints,
+            "checkpoint": path.name,
+            "recipe": run.recipe.model_dump(mode="json"),
+            "tau": last["tau"],
+            "protocol": last["protocol"],
+        },
+        embed=run.recipe.export.embed,
+    )
+    frozen = {"embed_tokens"} | ({"lm_head"} if run.recipe.train.freeze_head else set())
+    found = audit_after(before, state, frozen, out, run.target, trainer.draft.config)
+    write_json(run.folder / "audit" / "after.json", found)
+    write_text(run.folder / "audit" / "after.md", to_markdown(found))
+    if found["verdict"] != "go" and not run.accept:
+        raise EyasError(
+            f"audit after training: NO-GO. {' '.join(found['reasons'])} See {run.folder / 'audit' / 'after.md'}."
+        )
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    return {"bytes": size, "audit": found["verdict"], "tau": last["tau"], "protocol": last["protocol"]}
+
+
+def check(run: Run) -> Figures:
+    from eyas.serving.check import check as check_draft
+
+    found = check_draft(run.folder / "draft", run.target, list(run.recipe.export.engines))
+    write_json(run.folder / "check" / "check.json", found)
+    return {engine: verdict["verdict"] for engine, verdict in found["verdicts"].items()}
+
+
+def replay(run: Run) -> Figures:
+    from eyas.data.preview import pieces
+    from eyas.decode.replay import tokens_by_state
+    from eyas.features.store import Store
+
+    states = Store(run.folder / "store")
+    parts = run.parts()
+    k = run.recipe.replay.k
+    found, result = replay_draft(
+        run.folder / "draft", run.target, states, k, parts["heldout"], "held-out conversations"
+    )
+    worst = sorted(
+        (c for c in found.conversations if len(c.accepted) >= 8), key=lambda c: sum(c.accepted) / len(c.accepted)
+    )
+    tokenizer = run.template.tokenizer
+    result["worst"] = []
+    for c in worst[:3]:
+        sample = states.read(c.id)
+        texts = pieces(tokenizer, sample.tokens.tolist())
+        tau = 1 + sum(c.accepted) / len(c.accepted)
+        result["worst"].append(
+            {"id": c.id, "category": c.category, "tau": tau, "tokens": tokens_by_state(c, sample, texts, k)}
+        )
+    write_json(run.folder / "replay" / "replay.json", result)
+    write_json(run.folder / "preview.json", _preview(run, parts["heldout"]))
+    return {name: result[name] for name in ("tau", "accept_rate", "speedup", "protocol")}
+
+
+def replay_draft(
+    folder: Path, target: Target, states: Any, k: int, ids: list[str], data: str
+) -> tuple[Any, dict[str, Any]]:
+    """Load a draft from disk as any engine would find it, and replay it over documents of a store."""
+    import torch
+
+    from eyas.decode.replay import accept, expected_speedup, protocol
+    from eyas.draft.model import Draft
+    from eyas.serving.export import load_draft
+
+    config, state = load_draft(folder, target)
+    if list(config.aux_layers) != states.meta["layers"]:
+        raise UsageError(
+            f"{folder}: reads layers {list(config.aux_layers)}, the store holds {states.meta['layers']}. "
+            "Extract a store with the draft's layers."
+        )
+    network = Draft(config)
+    network.load_state_dict(state)
+    dtype = torch.bfloat16
+    ids_of_draft = torch.arange(config.draft_vocab_size)
+    table = torch.full((config.vocab_size,), -1, dtype=torch.int64)
+    table[network.target_ids(ids_of_draft)] = ids_of_draft
+    found = accept(network, (states.read(name) for name in ids), k, table, dtype)
+    low, high = found.interval()
+    step = sum(p.numel() for name, p in network.named_parameters() if not name.startswith(("embed_tokens", "fc")))
+    share = step / target_parameters(target)
+    result = {
+        "tau": found.tau,
+        "accept_rate": found.accepted / max(found.rounds * k, 1),
+        "per_position": found.per_position,
+        "protocol": protocol(found, k, "own", data),
+        "speedup": expected_speedup(found.tau, k, share),
+        "speedup_note": f"expected, from parameters read: a draft step is {share:.1%} of a target step, verification one step",
+        "lossless": None,
+        "interval": [low, high],
+        "rounds": found.rounds,
+        "by_category": {
+            name: dict(zip(("low", "high"), part.interval(), strict=True))
+            | {"tau": part.tau, "rounds": part.rounds, "tokens": part.tokens}
+            for name, part in found.by_category().items()
+        },
+    }
+    return found, result
+
+
+def target_parameters(target: Target) -> int:
+    """Parameters that one decoding step of a dense target reads (a tied head counts once)."""
+    from eyas.target import read_header
+
+    total = 0
+    for name, file in target.tensor_files.items():
+        shape = read_header(target.path / file)[name]["shape"]
+        count = 1
+        for size in shape:
+            count *= size
+        if target.tied or name != target.tensor_name("embedding"):
+            total += count
+    return total
+
+
+def _preview(run: Run, ids: list[str]) -> list[dict[str, Any]]:
+    from eyas.data.preview import runs
+
+    chosen = {i: None for i in ids[:40]}
+    documents = [d for d in run.documents() if d["id"] in chosen]
+    multi = [d for d in documents if len(d["spans"]) > 1][:1]
+    short = sorted((d for d in documents if len(d["spans"]) == 1), key=lambda d: len(d["tokens"]))[:2]
+    tokenizer = run.template.tokenizer
+    return [
+        {
+            "id": d["id"],
+            "category": d["category"],
+            "tokens": [{"text": t, "supervised": s, "special": x} for t, s, x in runs(tokenizer, d)],
+        }
+        for d in short + multi
+    ]
+
+
+def _last_validation(log: Path) -> dict[str, Any]:
+    lines = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+    return [line["validation"] for line in lines if "validation" in line][-1]
+
+
+# The order.
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    work: Callable[[Run], Figures]
+    sections: tuple[str, ...]
+    upstream: tuple[str, ...]
+
+
+STAGES = [
+    Stage("conversations", conversations, ("conversations",), ()),
+    Stage("answers", answers, ("generate",), ("conversations",)),
+    Stage("store", store, ("extract",), ("answers",)),
+    Stage("vocab", vocab, ("vocab",), ("conversations", "answers")),
+    Stage("audit", audit, ("draft", "train"), ("store", "vocab")),
+    Stage("train", train, ("draft", "train"), ("store", "vocab")),
+    Stage("draft", draft, ("export",), ("train",)),
+    Stage("check", check, ("export",), ("draft",)),
+    Stage("replay", replay, ("replay",), ("draft", "store")),
+]
+STAGES_BY_NAME = {stage.name: stage for stage in STAGES}
+VERBS = {
+    "prepare": "conversations",
+    "generate": "answers",
+    "extract": "store",
+    "vocab": "vocab",
+    "audit": "audit",
+    "train": "train",
+    "export": "draft",
+    "check": "check",
+    "replay": "replay",
+}
+
+
+def inputs_of(run: Run, stage: Stage) -> dict[str, str]:
+    """sha256 of everything that the stage's result depends on."""
+    inputs = {f"recipe.{name}": run.recipe.section(name) for name in stage.sections}
+    for name in stage.upstream:
+        if name not in run.done:
+            manifest = read_manifest(run.folder / name, name)
+            if manifest is None:
+                verb = next(verb for verb, made in VERBS.items() if made == name)
+                raise UsageError(f"{run.folder / name}: not there yet. Run `eyas {verb}` or `eyas run` first.")
+            run.done[name] = manifest
+        inputs[name] = run.done[name].id
+    inputs |= {f"target.{name}": value for name, value in run.target.fingerprints.items()}
+    if stage.name == "conversations":
+        path = run.recipe.conversations.path
+        for file in [path] if isinstance(path, str) else path:
+            inputs[f"file {file}"] = _content(Path(file))
+    if stage.name in ("answers", "store"):
+        inputs["dtype"] = fingerprint(run.recipe.dtype)
+    return inputs
+
+
+def _content(path: Path) -> str:
+    if path.is_file():
+        return fingerprint_file(path)
+    if not path.exists():
+        raise UsageError(f"{path}: no such file. `conversations.path` names the prompts or conversations to train on.")
+    return fingerprint(
+        [[str(f.relative_to(path)), fingerprint_file(f)] for f in sorted(path.rglob("*")) if f.is_file()]
+    )
+
+
+def perform(run: Run, stage: Stage) -> bool:
+    """Bring one stage to its end; False when it stood already."""
+    folder = run.folder / stage.name
+    inputs = inputs_of(run, stage)
+    manifest = read_manifest(folder, stage.name)
+    begun = folder / "begun.json"
+    found = manifest.inputs if manifest else read_json(begun) if begun.exists() else None
+    if found is not None and found != inputs:
+        names = ", ".join(differences(inputs, found))
+        raise UsageError(
+            f"{folder}: was made from something else ({names} differ). Mixing is refused: add `--redo {stage.name}` "
+            "to make it and what follows anew, or name another `run` folder."
+        )
+    if manifest is not None:
+        run.done[stage.name] = manifest
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(begun, inputs)
+    start = time.monotonic()
+    figures = stage.work(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = read_manifest(folder, stage.name)
+    done = Manifest(stage.name, inputs, (written.figures if written else {}) | figures, time.monotonic() - start)
+    done.write(folder)
+    begun.unlink(missing_ok=True)
+    run.done[stage.name] = done
+    return True
+
+
+def redo(run: Run, name: str) -> None:
+    """Remove a stage's artifact and every one made from it."""
+    if name not in STAGES_BY_NAME:
+        raise UsageError(f"--redo {name}: expected one of {', '.join(STAGES_BY_NAME)}.")
+    gone = {name}
+    for stage in STAGES:
+        if stage.name in gone or gone & set(stage.upstream):
+            gone.add(stage.name)
+            shutil.rmtree(run.folder / stage.name, ignore_errors=True)
+
+
+def run_all(run: Run, until: str | None = None, say: Callable[[str], None] = lambda _: None) -> Path | None:
+    """Every stage in order up to `until` (a stage or its verb). Returns the report's path when all were run."""
+    last = VERBS.get(until or "", until or "")
+    if last and last not in STAGES_BY_NAME:
+        raise UsageError(f"--until {until}: expected one of {', '.join(STAGES_BY_NAME)}.")
+    if run.target.chat_template is None:
+        raise UsageError(
+            f"{run.target.path}: this target has no chat template (chat_template.jinja or tokenizer_config.json). "
+            "Use an instruct model, or add the template that it is served with."
+        )
+    run.folder.mkdir(parents=True, exist_ok=True)
+    write_text(run.folder / "recipe.yaml", run.recipe.to_yaml())
+    for stage in STAGES:
+        fresh = perform(run, stage)
+        say(f"{stage.name}: {'done' if fresh else 'stands'}")
+        if stage.name == last:
+            return None
+    return finish(run)
+
+
+def finish(run: Run) -> Path:
+    """Summary and report, made anew each time: they are cheap and read everything."""
+    from eyas.report.page import write_report
+
+    write_json(run.folder / "summary.json", {"draft": str(run.folder / "draft"), "serve": serve_commands(run)})
+    return write_report(run.folder)
+
+
+def serve_commands(run: Run) -> dict[str, str]:
+    target, out, k = run.recipe.target, run.folder / "draft", run.recipe.replay.k
+    speculative = json.dumps({"method": "eagle3", "model": str(out), "num_speculative_tokens": k})
+    return {
+        "sglang": (
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path {out} --speculative-num-steps {k} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {k + 1}"
+        ),
+        "vllm": f"vllm serve {target} --speculative-config '{speculative}'",
+    }
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        raise UsageError(f"{path}: not there yet. Run the stage before, or `eyas run`.")
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]

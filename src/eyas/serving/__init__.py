@@ -1,0 +1,1 @@
+"""What engines demand of a draft on disk: contract, names, export, check."""

@@ -1,0 +1,190 @@
+"""A draft as one GGUF file for llama.cpp: the keys and tensors that llama.cpp's own converter writes.
+
+The `gguf` package (eyas[gguf]) gives the container; what an EAGLE-3 draft is in it stands here.
+"""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eyas.draft.config import DraftConfig
+from eyas.errors import EyasError, UsageError
+from eyas.files import atomic_folder, write_json
+from eyas.serving.contract import ENGINES
+from eyas.serving.export import State, checked, embedding_is_targets, not_for, record
+from eyas.target import Target
+
+if TYPE_CHECKING:
+    import torch
+
+_NAMES = {
+    "embed_tokens.weight": "token_embd.weight",
+    "fc.weight": "fc.weight",
+    "input_norm.weight": "enc.output_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "layers.0.input_layernorm.weight": "blk.0.attn_norm.weight",
+    "layers.0.hidden_norm.weight": "blk.0.attn_norm_2.weight",
+    "layers.0.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
+    "layers.0.self_attn.q_proj.weight": "blk.0.attn_q.weight",
+    "layers.0.self_attn.k_proj.weight": "blk.0.attn_k.weight",
+    "layers.0.self_attn.v_proj.weight": "blk.0.attn_v.weight",
+    "layers.0.self_attn.o_proj.weight": "blk.0.attn_output.weight",
+    "layers.0.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
+    "layers.0.mlp.up_proj.weight": "blk.0.ffn_up.weight",
+    "layers.0.mlp.down_proj.weight": "blk.0.ffn_down.weight",
+}
+_FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
+
+
+def export_gguf(
+    state: State,
+    config: DraftConfig,
+    target: Target,
+    out: Path,
+    *,
+    provenance: dict[str, Any],
+    vocabulary: Path,
+    dtype: str = "bfloat16",
+    name: str = "EAGLE-3 draft",
+) -> Path:
+    """Write folder `out` with draft.gguf and eyas.json, whole or not at all; returns the path of the GGUF.
+
+    `vocabulary` is the target's GGUF, which llama-server needs anyway: its tokenizer keys are copied, so that draft and
+    target cannot disagree. Matrices are stored in `dtype`, norms in float32, the map as absolute ids (int64).
+    Raises EyasError for options that llama.cpp does not serve.
+    """
+    gguf = _package()
+    if reasons := not_for(config, target).get("llamacpp"):
+        raise EyasError(
+            f"{ENGINES['llamacpp'].title} {ENGINES['llamacpp'].release} cannot serve this draft: {'; '.join(reasons)}."
+        )
+    tensors = checked(state, config)
+    if embedding_is_targets(tensors.get("embed_tokens.weight"), config, target):
+        tensors.pop("embed_tokens.weight", None)
+    with atomic_folder(out) as folder:
+        writer = gguf.GGUFWriter(folder / "draft.gguf", "eagle3")
+        _write_keys(writer, config, name, dtype)
+        _copy_tokenizer(gguf, writer, Path(vocabulary), target)
+        written = set()
+        for inner, tensor in tensors.items():
+            if inner == "t2d":
+                continue
+            if inner == "d2t":
+                ids = tensor.cpu().numpy().astype(np.int64) + np.arange(len(tensor))
+                writer.add_tensor("d2t", ids, raw_dtype=gguf.GGMLQuantizationType.I64)
+            else:
+                _add(gguf, writer, _NAMES[inner], _paired(inner, tensor, config), dtype)
+            written.add(inner)
+        if (factors := _llama3_factors(config)) is not None:
+            writer.add_tensor("rope_freqs.weight", factors)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        if lost := set(tensors) - written - {"t2d"}:
+            raise EyasError(f"{out}: tensors {', '.join(sorted(lost))} have no place in a GGUF; nothing was kept.")
+        write_json(folder / "eyas.json", record(config, target, provenance, "gguf", "llamacpp"))
+    return Path(out) / "draft.gguf"
+
+
+def _package() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise UsageError("GGUF export needs the gguf package: pip install 'eyas[gguf]'.") from None
+    return gguf
+
+
+def _write_keys(writer: Any, config: DraftConfig, name: str, dtype: str) -> None:
+    c = config
+    writer.add_array("eagle3.target_layers", [layer + 1 for layer in c.aux_layers])
+    writer.add_uint32("eagle3.target_hidden_size", c.target_hidden_size)
+    writer.add_bool("eagle3.norm_before_residual", c.norm_before_residual)
+    writer.add_bool("eagle3.norm_before_fc", c.norm_before_fc)
+    writer.add_type("model")
+    writer.add_name(name)
+    writer.add_block_count(1)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_file_type(_FILE_TYPES[dtype])
+    writer.add_quantization_version(2)
+    rope, kind = c.rope_parameters, c.rope_parameters.get("rope_type", "default")
+    if kind in ("linear", "yarn"):
+        writer.add_string("eagle3.rope.scaling.type", kind)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for key, add in (
+            ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
+            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
+            ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+        ):
+            if rope.get(key) is not None:
+                add(rope[key])
+    if kind not in ("default", "linear", "yarn", "llama3"):
+        raise UsageError(f"RoPE of type {kind!r} has no GGUF form for an EAGLE-3 draft.")
+
+
+def _copy_tokenizer(gguf: Any, writer: Any, source: Path, target: Target) -> None:
+    if not source.is_file():
+        raise UsageError(f"{source}: no such file. Expected the target's GGUF, whose tokenizer the draft shares.")
+    try:
+        fields = gguf.GGUFReader(source).fields
+    except Exception as error:  # the reader raises many kinds for damaged files
+        raise UsageError(f"{source}: not a readable GGUF ({error}).") from None
+    tokens = fields.get("tokenizer.ggml.tokens")
+    if tokens is None or len(tokens.data) != target.vocab_size:
+        found = 0 if tokens is None else len(tokens.data)
+        raise UsageError(f"{source}: {found} tokens, the target has {target.vocab_size}. Give the GGUF of this target.")
+    for key, field in fields.items():
+        if key.startswith("tokenizer."):
+            kinds = field.types
+            sub = kinds[1] if kinds[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), kinds[0], sub)
+
+
+def _paired(name: str, tensor: "torch.Tensor", config: DraftConfig) -> "torch.Tensor":
+    """Queries and keys in GGUF's order of rotation: neighbours rotate together, not the halves of a head."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    count = next((n for part, n in heads.items() if part in name), None)
+    if count is None:
+        return tensor
+    return tensor.view(count, 2, config.head_dim // 2, -1).transpose(1, 2).reshape(tensor.shape)
+
+
+def _add(gguf: Any, writer: Any, name: str, tensor: "torch.Tensor", dtype: str) -> None:
+    import torch
+
+    kinds = gguf.GGMLQuantizationType
+    if tensor.dim() == 1 or dtype == "float32":
+        writer.add_tensor(name, tensor.float().cpu().contiguous().numpy())
+    elif dtype == "float16":
+        writer.add_tensor(name, tensor.half().cpu().contiguous().numpy())
+    else:  # numpy has no bfloat16: its bytes are handed over with their type beside them
+        raw = tensor.bfloat16().cpu().contiguous().view(torch.uint8).numpy()
+        writer.add_tensor(name, raw, raw_dtype=kinds.BF16)
+
+
+def _llama3_factors(config: DraftConfig) -> "np.ndarray[Any, np.dtype[np.float32]] | None":
+    """By what llama.cpp divides each frequency, [head_dim / 2] float32; None unless the RoPE is of type llama3."""
+    rope = config.rope_parameters
+    if rope.get("rope_type") != "llama3":
+        return None
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    context = rope["original_max_position_embeddings"]
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    wavelengths = 2 * math.pi * np.float32(rope["rope_theta"]) ** exponents
+    smooth = np.clip((context / wavelengths - low) / (high - low), 0, 1)  # 0 for long waves, 1 for short ones
+    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)

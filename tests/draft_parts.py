@@ -1,0 +1,169 @@
+"""Parts for the draft's tests: random samples, and an independent slow draft (dense mask over K·T keys, float64)."""
+
+import numpy as np
+import torch
+
+from eyas.draft.config import DraftConfig
+from eyas.draft.model import Draft
+from eyas.features.store import Sample, teacher_positions
+
+
+def to_bits(x: torch.Tensor) -> np.ndarray:
+    return x.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+
+
+def random_sample(rng: np.random.Generator, name: str, mask: list[bool], config: DraftConfig) -> Sample:
+    supervised = np.array(mask, dtype=bool)
+    generator = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
+    count = len(teacher_positions(supervised))
+    aux = torch.randn(len(mask), len(config.aux_layers), config.target_hidden_size, generator=generator)
+    return Sample(
+        id=name,
+        tokens=rng.integers(0, config.vocab_size, len(mask)).astype(np.int32),
+        supervised=supervised,
+        aux=to_bits(aux),
+        final=to_bits(torch.randn(count, config.target_hidden_size, generator=generator)),
+        argmax=rng.integers(0, config.vocab_size, count).astype(np.int32),
+    )
+
+
+def small_config(**options) -> DraftConfig:
+    values = dict(
+        hidden_size=16, target_hidden_size=12, vocab_size=40, draft_vocab_size=24, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, intermediate_size=20, aux_layers=(1, 3, 5), target_num_layers=8,
+    )  # fmt: skip
+    return DraftConfig(**(values | options))
+
+
+def small_draft(config: DraftConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> Draft:
+    torch.manual_seed(seed)
+    draft = Draft(config)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            norm = "norm" in name
+            parameter.copy_(torch.rand_like(parameter) + 0.5 if norm else torch.randn_like(parameter) * 0.3)
+        if draft.t2d is not None:
+            chosen = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
+            draft.t2d[chosen] = True
+            draft.d2t.copy_(chosen - torch.arange(config.draft_vocab_size))
+    return draft.to(dtype)
+
+
+def to_draft_ids(draft: Draft) -> torch.Tensor:
+    config = draft.config
+    table = torch.full((config.vocab_size,), -1)
+    table[torch.arange(config.draft_vocab_size) + (0 if draft.d2t is None else draft.d2t)] = torch.arange(
+        config.draft_vocab_size
+    )
+    return table
+
+
+def rms(x, w, eps):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w
+
+
+def rotate(x, positions, theta, partial=1.0):
+    """Rotary embedding pair by pair, as complex numbers. x [n, heads, d]."""
+    d = int(x.shape[-1] * partial)
+    frequencies = torch.tensor([theta ** (-2 * i / d) for i in range(d // 2)], dtype=torch.float32)
+    angles = positions.float()[:, None, None] * frequencies  # tables are float32 by definition
+    z = torch.complex(x[..., : d // 2], x[..., d // 2 : d]) * torch.complex(
+        angles.cos().double(), angles.sin().double()
+    )
+    return torch.cat([z.real, z.imag, x[..., d:]], -1)
+
+
+def slow_unroll(w, c: DraftConfig, sample: Sample, steps: int, head, kind="ce", decay=0.8, survivors=False, keep=False):
+    """One document in float64: every row runs every step, K·T keys in one dense mask, loss summed over allowed pairs.
+
+    Returns loss, {(row, step): normed hidden}, accepted length per chain row.
+    """
+    tokens = torch.tensor(sample.tokens.astype(np.int64))
+    mask = sample.supervised
+    T = len(tokens) - 1
+    bits = torch.from_numpy(sample.aux[:T].reshape(T, -1).view(np.int16)).view(torch.bfloat16).double()
+    final = torch.from_numpy(sample.final.view(np.int16)).view(torch.bfloat16).double()
+    teacher_at = {int(p): i for i, p in enumerate(teacher_positions(mask))}
+    ids = torch.arange(c.draft_vocab_size) + w.get("d2t", 0)
+    eps, heads, kv, d = c.rms_norm_eps, c.num_attention_heads, c.num_key_value_heads, c.head_dim
+    aux = bits
+    if c.fc_norm:
+        aux = torch.cat(
+            [rms(part, w[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(aux.chunk(len(c.aux_layers), -1))], -1
+        )
+    if c.norm_before_fc:
+        aux = rms(aux, w["input_norm.weight"], eps)
+    h = aux @ w["fc.weight"].T
+    memory = [([], []) for _ in range(c.num_layers)]
+    loss, outputs = torch.zeros((), dtype=torch.float64), {}
+    alive = {t: True for t in range(T)}
+    accepted = {t: 0 for t in range(T) if mask[t + 1] and t + 2 <= T and mask[t + 2]}
+    for k in range(steps):
+        token = torch.tensor([int(tokens[t + 1 + k]) if t + 1 + k <= T else 0 for t in range(T)])
+        e = w["embed_tokens.weight"][token]
+        positions = torch.arange(T) + k
+        for index in range(c.num_layers):
+            p = f"layers.{index}."
+            if index == 0:
+                normed = rms(h, w[p + "hidden_norm.weight"], eps)
+                residual = normed if c.norm_before_residual else h
+                x = torch.cat([rms(e, w[p + "input_layernorm.weight"], eps), normed], -1)
+            else:
+                residual, x = h, rms(h, w[p + "input_layernorm.weight"], eps)
+            proj = {}
+            for n in "qkv":
+                y = x @ w[p + f"self_attn.{n}_proj.weight"].T
+                if c.attention_bias:
+                    y = y + w[p + f"self_attn.{n}_proj.bias"]
+                proj[n] = y.view(T, -1, d)
+            if c.qk_norm:
+                proj["q"] = rms(proj["q"], w[p + "self_attn.q_norm.weight"], eps)
+                proj["k"] = rms(proj["k"], w[p + "self_attn.k_norm.weight"], eps)
+            partial = c.rope_parameters.get("partial_rotary_factor", 1.0)
+            theta = c.rope_parameters["rope_theta"]
+            q, key = rotate(proj["q"], positions, theta, partial), rotate(proj["k"], positions, theta, partial)
+            memory[index][0].append(key)
+            memory[index][1].append(proj["v"])
+            keys, values = torch.cat(memory[index][0]), torch.cat(memory[index][1])  # [(k+1)*T, kv, d]
+            seen = torch.zeros(T, (k + 1) * T, dtype=torch.bool)
+            for t in range(T):
+                for s in range(t + 1):
+                    seen[t, s] = c.sliding_window is None or s > t + k - c.sliding_window
+                for j in range(1, k + 1):
+                    seen[t, j * T + t] = True
+            keys, values = keys.repeat_interleave(heads // kv, 1), values.repeat_interleave(heads // kv, 1)
+            scores = torch.einsum("qhd,khd->hqk", q, keys) / d**0.5
+            attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+            a = residual + attended.reshape(T, -1) @ w[p + "self_attn.o_proj.weight"].T
+            m = rms(a, w[p + "post_attention_layernorm.weight"], eps)
+            gate = m @ w[p + "mlp.gate_proj.weight"].T
+            h = a + (gate * gate.sigmoid() * (m @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T
+        normed = rms(h, w["norm.weight"], eps)
+        logits = normed @ w["lm_head.weight"].T
+        for t in range(T):
+            span = range(t + 1, t + 3 + k)
+            if t + 2 + k > T or not all(mask[i] for i in span):
+                alive[t] = False
+                continue
+            if survivors and not alive[t]:
+                continue
+            at = teacher_at[t + 1 + k]
+            outputs[t, k] = normed[t]
+            best = int(sample.argmax[at])
+            known = bool((ids == best).any())
+            pt, qt = (final[at] @ head.T).softmax(-1), logits[t].softmax(-1)
+            row = {
+                "ce": -(pt * qt.log()).sum(),
+                "kl": (pt * (pt / qt).log()).sum(),
+                "reverse_kl": (qt * (qt / pt).log()).sum(),
+                "tv": 1 - torch.minimum(pt, qt).sum(),
+                "lk": -torch.minimum(pt, qt).sum().log(),
+            }[kind]
+            if known or keep:
+                loss = loss + decay**k * row
+            right = int(ids[logits[t].argmax()]) == best
+            alive[t] = alive[t] and right
+            accepted[t] += alive[t]
+        if c.norm_output:
+            h = normed
+    return loss, outputs, accepted

@@ -1,0 +1,79 @@
+"""The real vLLM on the CPU, from .venv-vllm: one process imports it once and forks for every case."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+_WORKER = """
+import json, os, sys
+reply = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # vLLM prints on stdout
+import torch
+torch.set_num_threads(1)  # a fork after threads have started would hang
+import vllm
+from vllm import LLM, SamplingParams
+
+def run(case):
+    speculative = {"method": "eagle3", "model": case["draft"], "num_speculative_tokens": case["k"]} if case["draft"] else None
+    llm = LLM(model=case["target"], dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8,
+              disable_log_stats=False, seed=0, speculative_config=speculative)
+    answers = []
+    before = [0, 0, 0]
+    for prompt in case["prompts"]:
+        sampling = SamplingParams(temperature=0, max_tokens=case["new"], ignore_eos=True, detokenize=False)
+        out = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        found = {m.name: m for m in llm.get_metrics()}
+        now = [int(found["vllm:spec_decode_num_" + n].value) for n in ("drafts", "draft_tokens", "accepted_tokens")] if speculative else before
+        answers.append({"tokens": list(out[0].outputs[0].token_ids), "drafted": now[1] - before[1], "accepted": now[2] - before[2]})
+        before = now
+    return {"answers": answers}
+
+for line in sys.stdin:
+    case = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(case["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        try:
+            result = run(case)
+        except BaseException as error:
+            result = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        with open(case["log"] + ".json", "w") as file:
+            json.dump(result, file)
+        os._exit(0)
+    os.waitpid(child, 0)
+    print(case["log"] + ".json", file=reply, flush=True)
+"""
+
+
+class Vllm:
+    def __enter__(self) -> "Vllm":
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0",
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [PYTHON, "-c", _WORKER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )  # fmt: skip
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+    def __call__(self, target: Path, draft: Path | None, prompts: list[list[int]], new: int, k: int, log: Path) -> dict:
+        """{"answers": [{"tokens", "drafted", "accepted"}]} or {"error": the first line}."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        case = {
+            "target": str(target),
+            "draft": str(draft) if draft else None,
+            "prompts": prompts,
+            "new": new,
+            "k": k,
+            "log": str(log),
+        }
+        print(json.dumps(case), file=self.process.stdin, flush=True)
+        file = Path(self.process.stdout.readline().strip())
+        return json.loads(file.read_text()) if file.is_file() else {"error": "the engine's process died"}

@@ -1,0 +1,166 @@
+"""The unroll against an independent slow one: dense mask over K·T keys, float64, one document at a time."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from draft_parts import random_sample, slow_unroll, small_config, small_draft, to_draft_ids
+from eyas.draft import attention
+from eyas.draft.attention import plan_blocks, unroll_attention
+from eyas.draft.batch import chain_depth, pack
+from eyas.target import LogitRule
+
+OPTIONS = [
+    {},
+    {"norm_before_residual": True},
+    {"norm_before_fc": True},
+    {"fc_norm": True, "norm_output": True},
+    {"num_layers": 2},
+    {"attention_bias": True, "qk_norm": True},
+    {"sliding_window": 6},
+    {"draft_vocab_size": 40},
+    {"aux_layers": (0, 2, 4, 6), "hidden_size": 8},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+]
+masks = st.lists(st.lists(st.booleans(), min_size=2, max_size=14), min_size=1, max_size=4)
+
+
+def unroll(draft, samples, steps, head, **options):
+    return draft.unroll(pack(samples).to("cpu", head.dtype), steps, head, LogitRule(), to_draft_ids(draft), **options)
+
+
+def compare(masks, steps, options, seed, **kwargs):
+    config = small_config(**options)
+    draft = small_draft(config, seed)
+    rng = np.random.default_rng(seed)
+    samples = [random_sample(rng, str(i), mask, config) for i, mask in enumerate(masks)]
+    head = torch.randn(config.draft_vocab_size, config.target_hidden_size, dtype=torch.float64)
+    seen = {}
+    fast = unroll(
+        draft, samples, steps, head, on_logits=lambda k, rows, h: seen.update({k: (rows, h.detach())}), **kwargs
+    )
+    weights = {n: t.detach().clone().requires_grad_(t.is_floating_point()) for n, t in draft.state_dict().items()}
+    loss, offset, accepted, outputs = torch.zeros((), dtype=torch.float64), 0, {}, {}
+    names = {"survivors": "survivors", "kind": "kind", "keep_unknown": "keep"}
+    for sample in samples:
+        one, out, right = slow_unroll(weights, config, sample, steps, head, **{names[k]: v for k, v in kwargs.items()})
+        loss = loss + one
+        outputs |= {(row + offset, k): value for (row, k), value in out.items()}
+        accepted |= {row + offset: value for row, value in right.items()}
+        offset += len(sample.tokens) - 1
+    assert accepted == dict(zip(fast.rows.tolist(), fast.accepted.tolist(), strict=True))
+    found = {(int(row), k): h[i] for k, (rows, h) in seen.items() for i, row in enumerate(rows)}
+    assert found.keys() == outputs.keys()
+    for key, value in outputs.items():
+        torch.testing.assert_close(found[key], value, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(fast.loss, loss, atol=1e-9, rtol=1e-9)
+    if not loss.requires_grad:  # nothing to learn from
+        return
+    fast.loss.backward()
+    loss.backward()
+    for name, parameter in draft.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        expected = weights[name].grad
+        if parameter.grad is None:
+            assert expected is None or expected.abs().max() == 0, name
+        else:
+            torch.testing.assert_close(
+                parameter.grad,
+                torch.zeros_like(parameter) if expected is None else expected,
+                atol=1e-9,
+                rtol=1e-9,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(masks, st.integers(1, 5), st.sampled_from(OPTIONS), st.integers(0, 1000), st.booleans())
+def test_unroll_equals_dense_mask(masks, steps, options, seed, survivors):
+    compare(masks, steps, options, seed, survivors=survivors)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("survivors", [False, True])
+def test_every_option_equals_dense_mask(options, survivors):
+    mask = [False] * 3 + [True] * 9 + [False] * 2 + [True] * 4
+    compare([mask, [False, True, True, True], [True] * 5], 4, options, 7, survivors=survivors)
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl", "reverse_kl", "tv", "lk"])
+def test_every_loss_equals_its_definition(kind):
+    compare([[False] * 2 + [True] * 8, [True] * 6], 3, {}, 3, survivors=False, kind=kind, keep_unknown=True)
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=30))
+def test_chain_depth_counts_supervised_tokens(mask):
+    expected = []
+    for t in range(len(mask) - 1):
+        depth = 0
+        while mask[t + 1] and t + 2 + depth < len(mask) and all(mask[t + 2 : t + 3 + depth]):
+            depth += 1
+        expected.append(depth)
+    assert chain_depth(np.array(mask)).tolist() == expected
+
+
+def test_other_documents_change_nothing():
+    config = small_config()
+    draft = small_draft(config)
+    rng = np.random.default_rng(1)
+    mask = [False] * 4 + [True] * 10
+    samples = [random_sample(rng, str(i), mask[i:], config) for i in range(3)]
+    head = torch.randn(config.draft_vocab_size, config.target_hidden_size, dtype=torch.float64)
+
+    def hidden(order):
+        seen = {}
+        result = unroll(
+            draft, order, 4, head, survivors=False, on_logits=lambda k, rows, h: seen.update({k: (rows, h)})
+        )
+        batch = pack(order)
+        for document, sample in zip(batch.documents, order, strict=True):
+            if sample.id == "0":
+                inside = lambda rows: (rows >= document[0]) & (rows < document[1])  # noqa: E731
+                return [h[inside(rows)] for rows, h in seen.values()], result
+        raise AssertionError
+
+    alone, _ = hidden([samples[0]])
+    for order in ([samples[0], samples[1]], [samples[2], samples[0], samples[1]]):
+        packed, _ = hidden(order)
+        for a, b in zip(alone, packed, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-13, rtol=0)
+
+
+def test_attention_without_the_flash_kernel_agrees(monkeypatch):
+    """The plain path (any device) against the CPU flash kernels, values and gradients, blocks and windows included."""
+    monkeypatch.setattr(attention, "BLOCK", 3)
+    torch.manual_seed(0)
+    documents, rows = [(0, 7), (7, 20)], torch.tensor([0, 1, 2, 5, 8, 9, 12, 13, 14, 19])
+
+    def run(flash):
+        torch.manual_seed(1)
+        leaves = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in
+                  ((10, 4, 8), (20, 2, 8), (20, 2, 8), (10, 3, 2, 8), (10, 3, 2, 8))]  # fmt: skip
+        q, k, v, own_k, own_v = leaves
+        blocks = plan_blocks(rows, documents, torch.float64, step=3, window=9)
+        assert len(blocks) > 3
+        if not flash:
+            monkeypatch.setattr(attention, "_on_cpu", lambda q: False)
+        out = unroll_attention(q, k, v, blocks, own_k, own_v)
+        (out * torch.arange(out.numel()).reshape(out.shape)).sum().backward()
+        return [out, *(leaf.grad for leaf in leaves)]
+
+    for a, b in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+def test_bfloat16_stays_close_to_float64():
+    config = small_config(hidden_size=64, head_dim=16, target_hidden_size=64, intermediate_size=128)
+    draft = small_draft(config)
+    rng = np.random.default_rng(0)
+    samples = [random_sample(rng, "a", [False] * 5 + [True] * 40, config)]
+    head = torch.randn(24, 64, dtype=torch.float64) * 0.1
+    exact = unroll(draft, samples, 3, head, survivors=False)
+    rough = unroll(draft.float(), samples, 3, head.bfloat16(), survivors=False)
+    torch.testing.assert_close(rough.loss.double(), exact.loss, rtol=0.02, atol=0)
