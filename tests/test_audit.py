@@ -73,20 +73,20 @@ class Bench:
         table[ids if draft.d2t is None else ids + draft.d2t] = ids
         head = self.teacher.float().to(draft.fc.weight.dtype)
         batch = self.batch.to("cpu", draft.fc.weight.dtype)
-        result = draft.unroll(batch, 2, head, self.target.logit_rule, table, survivors=False)
-        return result.loss / batch.supervised
+        scale = 1 / batch.supervised
+        return draft.unroll(batch, 2, head, self.target.logit_rule, table, survivors=False, scale=scale).loss
 
     def dry_step(self) -> torch.Tensor:
         loss = self.loss()
-        loss.backward()
+        self.draft.backward(loss)
         return loss.detach()
 
-    def before(self) -> dict:
+    def before(self, plan: dict | None = None) -> dict:
         trainable = [p for n, p in self.draft.named_parameters() if not audit.is_frozen(n, self.policy)]
         return audit.audit_before(
             self.target, self.draft, teacher_head=self.teacher, optimizer=self.optimizer or torch.optim.AdamW(trainable),
             sources=self.sources, store_meta=self.store, store_figures=self.figures, vocab=self.vocab,
-            policy_frozen=self.policy, dry_step=self.dry_step,
+            policy_frozen=self.policy, dry_step=self.dry_step, plan=plan,
         )  # fmt: skip
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -97,7 +97,7 @@ class Bench:
         optimizer = torch.optim.AdamW([p for p in self.draft.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
         for _ in range(steps):
             optimizer.zero_grad()
-            self.loss().backward()
+            self.draft.backward(self.loss())
             optimizer.step()
         return initial, self.state()
 
@@ -432,3 +432,11 @@ def test_markdown_and_table_say_the_verdict(bench):
     console.print(audit.table(result))
     shown = console.export_text()
     assert "NO-GO" in shown and "embed_tokens" in shown and "3,072" in shown
+
+
+def test_a_first_loss_worse_than_a_uniform_guess_is_noted(bench):
+    assert not any("uniform guess" in note for note in bench.before(plan={"steps": 2})["notes"])
+    with torch.no_grad():
+        bench.draft.norm.weight.mul_(1000)
+    result = bench.before(plan={"steps": 2})
+    assert result["verdict"] == "go" and any("uniform guess" in note for note in result["notes"])

@@ -136,6 +136,20 @@ def test_a_partly_filled_store_ends_bit_for_bit_the_same(
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
 
 
+def test_a_dropped_sample_comes_back_bit_for_bit(target: LoadedTarget, documents: list[dict], tmp_path: Path) -> None:
+    """Its batch is computed again as a whole, and only the missing sample is appended."""
+    options = {"layers": LAYERS, "token_budget": 300, "threshold": 0}
+    extract(documents, target, tmp_path, **options)
+    before, entry = contents(tmp_path), Store(tmp_path).entry("d007")
+    shard = tmp_path / entry.shard
+    data = bytearray(shard.read_bytes())
+    data[entry.offset + entry.length - 9] ^= 1
+    shard.write_bytes(data)
+    assert [row["sample"] for row in health.repair(tmp_path)["dropped"]] == ["d007"]
+    extract(documents, target, tmp_path, **options)
+    assert contents(tmp_path) == before and health.info(tmp_path)["complete"]
+
+
 def contents(path: Path) -> dict[str, tuple[str, str]]:
     store = Store(path)
     assert health.verify(path)["bad"] == []

@@ -49,7 +49,8 @@ def causal(family: str, **changes: Any) -> Callable[[], Any]:
     """A text model: `family`ForCausalLM of `family`Config."""
 
     def make() -> Any:
-        return getattr(tf, f"{family}ForCausalLM")(getattr(tf, f"{family}Config")(**text(**changes)))
+        config = getattr(tf, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
+        return getattr(tf, f"{family}ForCausalLM")(config(**text(**changes)))
 
     return make
 
@@ -186,9 +187,9 @@ def test_the_whole_way(loaded, tmp_path):
     table[chosen] = torch.arange(64)
 
     def dry_step() -> torch.Tensor:
-        result = draft.unroll(batch, 2, head, target.logit_rule, table, survivors=False)
-        loss = result.loss / batch.supervised
-        loss.backward()
+        scale = 1 / batch.supervised
+        loss = draft.unroll(batch, 2, head, target.logit_rule, table, survivors=False, scale=scale).loss
+        draft.backward(loss)
         return loss.detach()
 
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=1e-3)

@@ -112,8 +112,8 @@ def test_killed_anywhere_it_ends_with_the_same_draft(straight, tmp_path, tiny_ta
     kinds = [signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
     wait = 2.5
     for attempt in range(40):
-        log = open(tmp_path / "log", "ab")
-        process = subprocess.Popen([sys.executable, "-m", "eyas", "run", str(path)], env=ENV, stderr=log, stdout=log)
+        with open(tmp_path / "log", "ab") as log:
+            process = subprocess.Popen([sys.executable, "-m", "eyas", "run", str(path)], env=ENV, stderr=log, stdout=log)
         try:
             code = process.wait(timeout=wait + chance.uniform(0, 2) if attempt < 12 else 300)
         except subprocess.TimeoutExpired:
@@ -122,8 +122,6 @@ def test_killed_anywhere_it_ends_with_the_same_draft(straight, tmp_path, tiny_ta
             wait += 0.7
             assert "Traceback" not in (tmp_path / "log").read_text()
             continue
-        finally:
-            log.close()
         assert code == 0, (tmp_path / "log").read_text()
         if (tmp_path / "run" / "report.html").exists():
             break

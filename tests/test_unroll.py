@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from draft_parts import random_sample, slow_unroll, small_config, small_draft, to_draft_ids
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from draft_parts import random_sample, slow_unroll, small_config, small_draft, to_draft_ids
 from eyas.draft import attention
 from eyas.draft.attention import plan_blocks, unroll_attention
 from eyas.draft.batch import chain_depth, pack
@@ -58,7 +58,7 @@ def compare(masks, steps, options, seed, **kwargs):
     torch.testing.assert_close(fast.loss, loss, atol=1e-9, rtol=1e-9)
     if not loss.requires_grad:  # nothing to learn from
         return
-    fast.loss.backward()
+    draft.backward(fast.loss)
     loss.backward()
     for name, parameter in draft.named_parameters():
         if not parameter.requires_grad:
@@ -118,12 +118,8 @@ def test_other_documents_change_nothing():
         result = unroll(
             draft, order, 4, head, survivors=False, on_logits=lambda k, rows, h: seen.update({k: (rows, h)})
         )
-        batch = pack(order)
-        for document, sample in zip(batch.documents, order, strict=True):
-            if sample.id == "0":
-                inside = lambda rows: (rows >= document[0]) & (rows < document[1])  # noqa: E731
-                return [h[inside(rows)] for rows, h in seen.values()], result
-        raise AssertionError
+        first, end = next(d for d, sample in zip(pack(order).documents, order, strict=True) if sample.id == "0")
+        return [h[(rows >= first) & (rows < end)] for rows, h in seen.values()], result
 
     alone, _ = hidden([samples[0]])
     for order in ([samples[0], samples[1]], [samples[2], samples[0], samples[1]]):

@@ -320,7 +320,7 @@ def audit_before(
     _check_masters(audit, parameters, optimizer)
     if optimizer is not None:
         _check_optimizer(audit, parameters, optimizer)
-    seconds = _check_dry_step(audit, parameters, dry_step) if dry_step else None
+    seconds = _check_dry_step(audit, parameters, dry_step, (plan or {}).get("steps")) if dry_step else None
     _check_store(audit, target, store_meta, store_figures)
     extra = {"tokens": (store_figures or {}).get("tokens"), **(plan or {})}
     if seconds and "batch_tokens" in extra and "flops" not in extra:
@@ -538,7 +538,7 @@ def _check_optimizer(audit: _Audit, parameters: Mapping[str, "torch.Tensor"], op
 
 
 def _check_dry_step(
-    audit: _Audit, parameters: Mapping[str, "torch.Tensor"], dry_step: Callable[[], Any]
+    audit: _Audit, parameters: Mapping[str, "torch.Tensor"], dry_step: Callable[[], Any], steps: int | None
 ) -> float | None:
     """Run one batch, look at every gradient, clear them. Returns the seconds it took."""
     import torch
@@ -558,6 +558,9 @@ def _check_dry_step(
         audit.check("dry step", FAIL, f"The loss of the one-batch dry step is {value}.")
     else:
         audit.check("dry step", OK, "One batch went forward and backward" + (f", loss {value:.4f}." if value is not None else "."))  # fmt: skip
+    uniform = (steps or 0) * math.log(audit.config.draft_vocab_size)
+    if value is not None and steps and math.isfinite(value) and value > uniform:
+        audit.check("first loss", NOTE, f"The first loss, {value:.1f}, is worse than a uniform guess over the draft vocabulary, {uniform:.1f} at most; a head of the target's rows expects states of the size that the target's final norm gives.")  # fmt: skip
     for component, there in _parts(audit, parameters):
         trained = {n: p for n, p in there.items() if not is_frozen(n, audit.policy)}
         bad = [n for n, p in trained.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
@@ -751,7 +754,7 @@ def to_markdown(audit: Json) -> str:
     for row in audit["policy"]["conventions"]:
         lines.append(f"- {row['name']}: {'; '.join(row['differs']) or 'the same'}")
     if audit["estimates"]:
-        lines += ["", "## Estimates", "", *[f"- {key.replace('_', ' ')}: {_figure(key, value)}" for key, value in audit["estimates"].items()]]  # fmt: skip
+        lines += ["", "## Estimates (upper bounds: every row supervised, every chain alive)", "", *[f"- {key.replace('_', ' ')}: {_figure(key, value)}" for key, value in audit["estimates"].items()]]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 

@@ -131,9 +131,7 @@ def generate(
             with (
                 opened(target, slots, length, _workers(target)) as (engines, reason),
                 progress("generate", len(documents), "documents", done=resumed) as advance,
-                contextlib.closing(
-                    _run(engines, todo, template, limits, Sampling(temperature, seed))
-                ) as finished,
+                contextlib.closing(_run(engines, todo, template, limits, Sampling(temperature, seed))) as finished,
             ):
                 engine = type(engines[0]).__name__
                 for document in finished:

@@ -212,12 +212,16 @@ class _Job:
     last_success: float = field(default_factory=time.monotonic)
     advance: Callable[..., None] = lambda *_: None
 
-    async def run(self, servers: list[Server], kind: str, concurrency: int, timeout: float, api_key: str | None) -> None:
+    async def run(
+        self, servers: list[Server], kind: str, concurrency: int, timeout: float, api_key: str | None
+    ) -> None:
         import httpx
 
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=10), headers=headers, limits=limits) as client:
+        async with httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout, connect=10), headers=headers, limits=limits
+        ) as client:
             try:
                 async with asyncio.TaskGroup() as group:
                     for server in servers:
@@ -264,7 +268,9 @@ class _Job:
         try:
             if kind == "auto":
                 found = [
-                    name for name, p in PROTOCOLS.items() if p.sign and await self._get(client, server, p.sign) is not None
+                    name
+                    for name, p in PROTOCOLS.items()
+                    if p.sign and await self._get(client, server, p.sign) is not None
                 ]
                 kind = found[0] if found else "openai"
             models = await self._get(client, server, "/v1/models")
@@ -337,7 +343,7 @@ class _Job:
         ids = ids[: min(end or room, room)]
         stopped = bool(ids) and ids[-1] in self.limits.end_ids
         if reply.stopped and not stopped and len(ids) < room:  # it ended, and the engine kept the end token to itself
-            ids.append(self.template.turn_end_id)
+            ids.append(_turn_end(self.template))
             stopped = True
             if len(self.limits.end_ids) > 1 and reply.ids is not None:
                 document.marks["end_token"] = "assumed"
@@ -349,6 +355,13 @@ class _Job:
         document.tokens += ids
         self.written += len(ids)
         end_turn(document, stopped, len(document.tokens) >= self.limits.length, self.template, self.limits)
+
+
+def _turn_end(template: ChatTemplate) -> int:
+    """The token that the template writes after an answer."""
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+    glue = template.next_turn_ids(talk, "Hello", template.encode("Hello")) or []
+    return next((token for token in glue[:1] if token in template.end_ids), min(template.end_ids))
 
 
 class _Transient(Exception):

@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 
+from eyas.errors import UsageError
 from eyas.target import LoadedTarget
 
 NAME = "eyas_slots"
@@ -279,7 +280,8 @@ def opened(target: LoadedTarget, count: int, limit: int, workers: int = 1) -> It
     Slots where the model gives in them what it gives in one plain forward (tried on a short document), else the
     ordinary way, one slot each, with the reason as the second value. The model is restored at the end.
     """
-    reason = _refusal(target, limit)
+    _check_rotary(target, limit)
+    reason = _refusal(target)
     with ExitStack() as stack:
         if not reason:
             try:
@@ -297,7 +299,7 @@ def opened(target: LoadedTarget, count: int, limit: int, workers: int = 1) -> It
         yield [engine(target, 1 if reason else count, limit) for _ in range(workers)], reason
 
 
-def _refusal(target: LoadedTarget, limit: int) -> str:
+def _refusal(target: LoadedTarget) -> str:
     """Why this model must be continued the ordinary way, or nothing."""
     config = target.body.config
     if not getattr(type(target.body), "_supports_attention_backend", False):
@@ -305,12 +307,22 @@ def _refusal(target: LoadedTarget, limit: int) -> str:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if not kinds <= {"full_attention", "sliding_attention", "chunked_attention"}:
         return f"it has layers of kind {', '.join(sorted(kinds))}"
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    ropes = {value.get("rope_type") for value in (rope, *rope.values()) if isinstance(value, dict)}
-    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    if ropes & {"dynamic", "longrope"} and limit > original:
-        return "its rotary embedding depends on the longest document of a batch"
     return ""
+
+
+def _check_rotary(target: LoadedTarget, limit: int) -> None:
+    """A rotary embedding that changes with the length gives a long document no single meaning, cached or not."""
+    config = target.body.config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = {value.get("rope_type", value.get("type")) for value in (rope, *rope.values()) if isinstance(value, dict)}
+    names = ", ".join(sorted(kinds & {"dynamic", "longrope"}))
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    original = original or config.max_position_embeddings
+    if names and limit > original:
+        raise UsageError(
+            f"{target.target.path}: its rotary embedding changes beyond {original} tokens ({names}), so that a longer "
+            f"document has no single meaning. Set max_length to at most {original}."
+        )
 
 
 def _cache_name(target: LoadedTarget) -> str:

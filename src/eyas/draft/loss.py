@@ -71,6 +71,40 @@ def _chunk(z: torch.Tensor, zt: torch.Tensor, weight: torch.Tensor, kind: Loss) 
     return (rows * weight).sum(), grad, best
 
 
+class GradientSink:
+    """Adds up the gradient of one matrix in float32. Few rows wait for company: one product for many is far cheaper."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.rows = 0
+        self.total: torch.Tensor | None = None
+
+    def add(self, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """grad [n, out] and x [n, in] of y = x @ w.T."""
+        self.waiting.append((grad, x))
+        self.rows += len(grad)
+        if self.rows >= CHUNK:
+            self._multiply()
+
+    def _multiply(self) -> None:
+        wide = torch.promote_types(self.waiting[0][0].dtype, torch.float32)
+        grads, xs = zip(*self.waiting, strict=True)
+        product = torch.cat(grads).T @ torch.cat(xs) if len(grads) > 1 else grads[0].T @ xs[0]
+        self.total = product.to(wide) if self.total is None else self.total.add_(product)
+        self.waiting, self.rows = [], 0
+
+    def take(self, like: torch.Tensor) -> torch.Tensor | None:
+        """The sum [out, in] in the dtype of `like`, or None when nothing came; the sink is empty afterwards."""
+        if self.waiting:
+            self._multiply()
+        total = self.total
+        self.clear()
+        return None if total is None else total.to(like.dtype)
+
+
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -78,6 +112,7 @@ class _HeadLoss(torch.autograd.Function):
         hidden: torch.Tensor,
         master: torch.Tensor,
         head: torch.Tensor,
+        sink: GradientSink,
         teacher: Teacher,
         index: torch.Tensor,
         weight: torch.Tensor,
@@ -87,7 +122,6 @@ class _HeadLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         best = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_head = torch.zeros_like(master) if need_head else None
         for low in range(0, len(hidden), CHUNK):
             rows = slice(low, low + CHUNK)
             loss, grad, best[rows] = _chunk(
@@ -96,24 +130,23 @@ class _HeadLoss(torch.autograd.Function):
             total += loss
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ head
-            if grad_head is not None:
-                grad_head += grad.T @ hidden[rows]
-        ctx.save_for_backward(grad_hidden, grad_head)
+            if need_head:
+                sink.add(grad, hidden[rows].detach())
+        ctx.save_for_backward(grad_hidden)
         ctx.mark_non_differentiable(best)
         return total, best
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _best: Any) -> Any:  # type: ignore[override]
-        grad_hidden, grad_head = ctx.saved_tensors
-        scaled_hidden = grad_hidden * grad.to(grad_hidden.dtype) if grad_hidden is not None else None
-        scaled_head = grad_head.mul_(grad) if grad_head is not None else None
-        return scaled_hidden, scaled_head, None, None, None, None, None
+        (grad_hidden,) = ctx.saved_tensors
+        return grad_hidden, *[None] * 7  # the loss is handed to backward as it is: `grad` is one
 
 
 def head_loss(
     hidden: torch.Tensor,
     master: torch.Tensor,
     head: torch.Tensor,
+    sink: GradientSink,
     teacher: Teacher,
     index: torch.Tensor,
     weight: torch.Tensor,
@@ -122,9 +155,10 @@ def head_loss(
     """Weighted sum of row losses (0-d, float32 or wider) and the draft's greedy choice [n] (draft ids).
 
     hidden [n, D] (after the draft's norm) and head [Vd, D] in the compute dtype; master [Vd, D] is the head's
-    float32 parameter that gets the gradient; index [n] teacher positions; weight [n] (0 leaves a row out).
+    float32 parameter, whose gradient goes to `sink`; index [n] teacher positions; weight [n] (0 leaves a row out).
+    Gradients are those of this sum itself: scale by `weight`, not afterwards.
     """
-    return _HeadLoss.apply(hidden, master, head, teacher, index, weight, kind)
+    return _HeadLoss.apply(hidden, master, head, sink, teacher, index, weight, kind)
 
 
 def greedy(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:

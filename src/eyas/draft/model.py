@@ -4,7 +4,7 @@ Parameters are float32 masters; matrices are cast once per optimizer step to the
 is added up in float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from eyas.draft.attention import plan_blocks, unroll_attention
 from eyas.draft.batch import Batch
 from eyas.draft.config import DraftConfig
-from eyas.draft.loss import Loss, Teacher, greedy, head_loss
+from eyas.draft.loss import GradientSink, Loss, Teacher, greedy, head_loss
 from eyas.draft.rope import Rope
 from eyas.target import LogitRule
 
@@ -23,20 +23,22 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _Matmul(torch.autograd.Function):
-    """x @ w.T with w in the compute dtype; the gradient goes to the float32 master."""
+    """x @ w.T with w in the compute dtype; the master's gradient goes to `sink`, not through autograd."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, master: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, master: torch.Tensor, cast: torch.Tensor, sink: GradientSink
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, cast)
-        ctx.master_dtype = master.dtype
+        ctx.sink = sink
         return F.linear(x, cast)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         x, cast = ctx.saved_tensors
-        grad_x = grad @ cast if ctx.needs_input_grad[0] else None
-        grad_w = (grad.T @ x).to(ctx.master_dtype) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_w, None
+        if ctx.needs_input_grad[1]:
+            ctx.sink.add(grad, x)
+        return grad @ cast if ctx.needs_input_grad[0] else None, None, None, None
 
 
 class Linear(nn.Module):
@@ -46,6 +48,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+        self.sink = GradientSink()
         self.stale()
 
     def stale(self) -> None:
@@ -60,7 +63,7 @@ class Linear(nn.Module):
         return self._cast
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = _Matmul.apply(x, self.weight, self.cast(x.dtype))
+        y = _Matmul.apply(x, self.weight, self.cast(x.dtype), self.sink)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -189,6 +192,17 @@ class Draft(nn.Module):
             if parameter.ndim == 2 and name != "embed_tokens.weight":
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
+    def linears(self) -> Iterator[Linear]:
+        return (module for module in self.modules() if isinstance(module, Linear))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """loss.backward(), and the matrices' gradients from their sinks into `.grad` (added to what is there)."""
+        loss.backward()
+        for module in self.linears():
+            found = module.sink.take(module.weight)
+            if found is not None:
+                module.weight.grad = found if module.weight.grad is None else module.weight.grad + found
+
     # pieces shared by the unroll and the decoder
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:
@@ -252,6 +266,7 @@ class Draft(nn.Module):
         *,
         survivors: bool = True,
         decay: float = 0.8,
+        scale: float = 1.0,
         kind: Loss = "ce",
         keep_unknown: bool = False,
         on_logits: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
@@ -262,13 +277,14 @@ class Draft(nn.Module):
         survivors: step k runs only the chains whose steps < k were right (what inference reaches); each keeps the
         weight it has in the full unroll. keep_unknown: rows whose teacher argmax is outside the vocabulary stay in
         the loss, renormalised; they are a miss in every figure all the same.
-        The loss is Σ decay**k * row loss, not yet divided by the number of supervised rows.
+        The loss is scale * Σ decay**k * row loss: scale is one over the supervised rows of the whole batch, on all
+        ranks. Hand it to `backward` as it is: the head's gradient is made here, not there.
         on_logits(k, rows, hidden) sees the normed hidden of step k, for tests.
         """
         dtype = batch.aux.dtype
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.stale()
+        for module in self.linears():
+            module.stale()
+            module.sink.clear()
         teacher = None if teacher_head is None else Teacher(teacher_head, rule, batch.final)
         rows = torch.nonzero(batch.depth > 0).squeeze(1)  # chains still running, as rows of the batch
         chain = torch.arange(len(rows), device=rows.device)  # their index among all chains
@@ -298,10 +314,12 @@ class Draft(nn.Module):
             if teacher is None:
                 best = greedy(normed, head)
             else:
-                weight = torch.full((len(rows),), decay**k, dtype=result.loss.dtype, device=rows.device)
+                weight = torch.full((len(rows),), scale * decay**k, dtype=result.loss.dtype, device=rows.device)
                 if not keep_unknown:
                     weight = weight.masked_fill(label < 0, 0.0)
-                loss, best = head_loss(normed, self.lm_head.weight, head, teacher, index, weight, kind)
+                loss, best = head_loss(
+                    normed, self.lm_head.weight, head, self.lm_head.sink, teacher, index, weight, kind
+                )
                 result.loss = result.loss + loss
             result.computed += len(rows)
             right = best == label

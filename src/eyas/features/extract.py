@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 HEAD_ROWS = 1024  # rows of logits at a time: [1024, V]
+OBJECT_BYTES = 64 << 20  # what is uploaded at once, where a store is not local
 EARLY = 4000  # teacher positions after which a hopeless self-check ends the run at once
 CAUSES = (
     "Likely causes: the conversations were not written greedily by this target; another chat template or tokenizer wrote "
@@ -84,10 +85,8 @@ def extract(
             for batch in batches([len(document["tokens"]) for document in documents], token_budget):
                 if not done.issuperset(batch):
                     states = forward(target, [documents[i] for i in batch], layers)
-                    for i, state in zip(batch, states, strict=True):
-                        if i not in done:
-                            thread.put(_sample(documents[i], *state))
-                    thread.put(None)  # commit
+                    thread.put([_sample(documents[i], *s) for i, s in zip(batch, states, strict=True) if i not in done])
+        store.commit()
         seconds = time.monotonic() - start
         mine = [store.entries[document["id"]] for document in documents]
         figures = summary(mine)
@@ -209,19 +208,18 @@ def _sample(document: dict[str, Any], aux: "torch.Tensor", final: "torch.Tensor"
 
 
 class _Thread:
-    """Writes samples while the target computes. At most `depth` batches' worth of samples wait, so memory stays bounded."""
+    """Writes batches while the target computes. At most two wait, so memory stays bounded."""
 
-    def __init__(self, store: StoreWriter, advance: Callable[..., None], threshold: float, depth: int = 256) -> None:
+    def __init__(self, store: StoreWriter, advance: Callable[..., None], threshold: float) -> None:
         self._store, self._advance, self._threshold = store, advance, threshold
-        self._queue: queue.Queue[Sample | bool | None] = queue.Queue(depth)
+        self._queue: queue.Queue[list[Sample] | None] = queue.Queue(2)
         self._failure: BaseException | None = None
         self._unsure = True  # until the self-check has been looked at early
-| None = None
         self._thread = threading.Thread(target=self._run, name="store writer", daemon=True)
 
-    def put(self, item: Sample | None) -> None:
-        """Hand over a sample, or None to commit. Raises what the writer met."""
-        self._queue.put(item)
+    def put(self, batch: list[Sample]) -> None:
+        """Hand over a batch. Raises what the writer met."""
+        self._queue.put(batch)
         self._raise()
 
     def _raise(self) -> None:
@@ -229,24 +227,19 @@ class _Thread:
             raise self._failure
 
     def _run(self) -> None:
-        fresh: list[Sample] = []
         try:
-            while (item := self._queue.get()) is not False:
-                if isinstance(item, Sample):
-                    _finite(item)
-                    self._store.append(item)
-                    fresh.append(item)
-                elif fresh:
+            while batch := self._queue.get():
+                for sample in batch:
+                    _finite(sample)
+                    self._store.append(sample)
+                if self._store.place.local or self._store.pending_bytes >= OBJECT_BYTES:
                     self._store.commit()
-                    done = [self._store.entries[sample.id] for sample in fresh]
-                    figures = summary(done)
-                    self._advance(figures["tokens"], note=f"self-check {figures['self_check'] or 0:.3f}")
-                    fresh = []
-                    if self._unsure:
-                        self._early()
+                self._advance(sum(len(sample.tokens) for sample in batch))
+                if self._unsure:
+                    self._early()
         except BaseException as failure:
             self._failure = failure
-            while self._queue.get() is not False:  # the target's side must not block on a full queue
+            while self._queue.get():  # the target's side must not block on a full queue
                 pass
 
     def _early(self) -> None:
@@ -262,7 +255,7 @@ class _Thread:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        self._queue.put(False)
+        self._queue.put(None)
         self._thread.join()
         if kind is None:
             self._raise()

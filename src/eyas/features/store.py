@@ -554,6 +554,11 @@ class StoreWriter:
         """Ids that are on disk for good."""
         return set(self.entries)
 
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes appended since the last commit."""
+        return sum(entry.length for entry in self._pending)
+
     def append(self, sample: Sample) -> None:
         """Write a sample. It counts after the next `commit`. Raises UsageError when its shapes are not the store's."""
         self._check(sample)

@@ -146,6 +146,7 @@ class Trainer:
             self.to_draft,
             survivors=s.survivors if survivors is None else survivors,
             decay=s.decay,
+            scale=1 / max(batch.supervised, 1),
             kind=s.loss,
             keep_unknown=s.keep_unknown,
         )
@@ -155,10 +156,9 @@ class Trainer:
         self.optimizer.zero_grad()
         for index in range(len(self.plan[0])):
             batch = self.read(0, index)
-            result = self.forward(batch, survivors=False)
-            if result.loss.requires_grad:
-                loss = result.loss / max(batch.supervised, 1)
-                loss.backward()
+            loss = self.forward(batch, survivors=False).loss
+            if loss.requires_grad:
+                self.draft.backward(loss)
                 return float(loss.detach())
         raise EyasError("training: no batch holds a supervised token. Look at `eyas preview`.")
 
@@ -169,10 +169,10 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.zero_grad()
         result = self.forward(batch)
-        loss = result.loss / max(batch.supervised, 1)
+        loss = result.loss
         if not loss.requires_grad:  # no supervised row in this batch
             return {"loss": 0.0, "lr": rate, "grad_norm": 0.0, "acc": [], "oov": 0.0}
-        loss.backward()
+        self.draft.backward(loss)
         loss = loss.detach()
         parameters = [p for p in self.draft.parameters() if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip)
