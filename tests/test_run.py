@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def recipe(folder: Path, target: Path, **changes) -> Path:
+def recipe(folder: Path, tiny: Path, **changes) -> Path:
     """A recipe for 24 short conversations, some of several turns; `changes` replace whole sections or add keys."""
     lines = (ROOT / "examples" / "prompts.jsonl").read_text("utf-8").splitlines()
     prompts = folder / "prompts.jsonl"
@@ -27,7 +27,7 @@ def recipe(folder: Path, target: Path, **changes) -> Path:
         rows = [line for line in lines if sum(map(len, json.loads(line)["turns"])) < 250]
         prompts.write_text("\n".join(rows[:24]) + "\n", "utf-8")
     value = {
-        "target": str(target),
+        "target": str(tiny),
         "run": str(folder / "run"),
         "conversations": {"path": str(prompts), "heldout": 0.2},
         "generate": {"max_new_tokens": 24, "slots": 8},
@@ -113,7 +113,9 @@ def test_killed_anywhere_it_ends_with_the_same_draft(straight, tmp_path, tiny_ta
     wait = 2.5
     for attempt in range(40):
         with open(tmp_path / "log", "ab") as log:
-            process = subprocess.Popen([sys.executable, "-m", "eyas", "run", str(path)], env=ENV, stderr=log, stdout=log)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "eyas", "run", str(path)], env=ENV, stderr=log, stdout=log
+            )
         try:
             code = process.wait(timeout=wait + chance.uniform(0, 2) if attempt < 12 else 300)
         except subprocess.TimeoutExpired:

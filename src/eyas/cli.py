@@ -1,5 +1,6 @@
 """The command line: parse, call, print; nothing else. Heavy modules are imported by the command that needs them."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -147,10 +148,9 @@ def audit(
         from eyas.files import read_json
         from eyas.recipe import read_recipe
 
-        job = pipeline.Run(read_recipe(recipe), accept="shown only")
-        for stage in ("store", "vocab"):
-            pipeline.inputs_of(job, pipeline.Stage("", pipeline.audit, (), (stage,)))
-        pipeline.audit(job)
+        job = pipeline.Run(read_recipe(recipe))
+        with contextlib.suppress(pipeline.NoGo):  # shown below, with all its reasons
+            pipeline.perform(job, pipeline.STAGES_BY_NAME["audit"])
         found = read_json(job.folder / "audit" / "audit.json")
     elif target:
         known = read_target(target)
@@ -271,7 +271,10 @@ def replay(
         if split not in parts:
             raise UsageError(f"--split {split}: expected heldout, train or all.")
         have = set(ids)
-        ids, data = [i for i in parts[split] if i in have], f"{split} conversations"
+        ids, data = (
+            [i for i in parts[split] if i in have],
+            {"heldout": "held-out conversations", "train": "training conversations"}[split],
+        )
     _, found = replay_draft(draft, read_target(target), states, k, ids, data)
     if as_json:
         show(found)

@@ -40,7 +40,7 @@ def _bar(description: str, total: float, unit: str, done: float) -> Iterator[Adv
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(description, total=total, completed=done, rate="", note="")
+        task = bar.add_task(description, total=total, completed=int(done), rate="", note="")
         fresh = 0.0
 
         def advance(n: float = 1, note: str = "") -> None:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 Figures = dict[str, Any]
 
 
+class NoGo(EyasError):
+    """The audit said no, and nobody accepted it."""
+
+
 @dataclass
 class Run:
     """A recipe at work. Heavy things are loaded when a stage asks for them, and let go when it no longer needs them."""
@@ -221,7 +225,7 @@ def audit(run: Run) -> Figures:
     write_json(run.folder / "audit" / "audit.json", found)
     write_text(run.folder / "audit" / "audit.md", to_markdown(found))
     if found["verdict"] != "go" and not run.accept:
-        raise EyasError(
+        raise NoGo(
             f"audit: NO-GO. {' '.join(found['reasons'])} See {run.folder / 'audit' / 'audit.md'}; "
             "mend it, or go on all the same with `--accept REASON`."
         )
@@ -284,7 +288,7 @@ def draft(run: Run) -> Figures:
     write_json(run.folder / "audit" / "after.json", found)
     write_text(run.folder / "audit" / "after.md", to_markdown(found))
     if found["verdict"] != "go" and not run.accept:
-        raise EyasError(
+        raise NoGo(
             f"audit after training: NO-GO. {' '.join(found['reasons'])} See {run.folder / 'audit' / 'after.md'}."
         )
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
@@ -427,7 +431,7 @@ STAGES = [
     Stage("store", store, ("extract",), ("answers",)),
     Stage("vocab", vocab, ("vocab",), ("conversations", "answers")),
     Stage("audit", audit, ("draft", "train"), ("store", "vocab")),
-    Stage("train", train, ("draft", "train"), ("store", "vocab")),
+    Stage("train", train, ("draft", "train"), ("store", "vocab", "audit")),
     Stage("draft", draft, ("export",), ("train",)),
     Stage("check", check, ("export",), ("draft",)),
     Stage("replay", replay, ("replay",), ("draft", "store")),

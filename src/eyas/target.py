@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from eyas.errors import EyasError, UsageError
 from eyas.files import fingerprint, inside, read_json
@@ -265,7 +265,7 @@ class LoadedTarget:
     @property
     def embedding(self) -> "torch.Tensor":
         """[V, H]"""
-        return self.model.get_input_embeddings().weight
+        return cast("torch.Tensor", self.model.get_input_embeddings().weight)
 
     @property
     def head(self) -> "torch.Tensor":
@@ -322,7 +322,7 @@ def load_target(
     transformers.logging.disable_progress_bar()
     target = name if isinstance(name, Target) else read_target(name)
     wrapped = target.text is not target.config
-    loaders = [transformers.AutoModelForCausalLM]
+    loaders: list[Any] = [transformers.AutoModelForCausalLM]
     if wrapped:
         loaders.append(transformers.AutoModelForImageTextToText)
     model, failure = None, ""
@@ -341,7 +341,7 @@ def load_target(
         raise UsageError(f"{target.path}: Transformers cannot load this target ({failure}).")
     model.eval().requires_grad_(False)
     if device:
-        model.to(device)
+        cast(Any, model).to(device)
     return LoadedTarget(target, model, load_tokenizer(target, trust_remote_code))
 
 

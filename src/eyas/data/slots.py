@@ -314,7 +314,9 @@ def _check_rotary(target: LoadedTarget, limit: int) -> None:
     """A rotary embedding that changes with the length gives a long document no single meaning, cached or not."""
     config = target.body.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = {value.get("rope_type", value.get("type")) for value in (rope, *rope.values()) if isinstance(value, dict)}
+    kinds = {
+        str(value.get("rope_type", value.get("type"))) for value in (rope, *rope.values()) if isinstance(value, dict)
+    }
     names = ", ".join(sorted(kinds & {"dynamic", "longrope"}))
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
     original = original or config.max_position_embeddings

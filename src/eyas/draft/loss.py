@@ -107,7 +107,7 @@ class GradientSink:
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: torch.Tensor,
         master: torch.Tensor,
@@ -137,7 +137,7 @@ class _HeadLoss(torch.autograd.Function):
         return total, best
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _best: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, _best: Any) -> Any:
         (grad_hidden,) = ctx.saved_tensors
         return grad_hidden, *[None] * 7  # the loss is handed to backward as it is: `grad` is one
 

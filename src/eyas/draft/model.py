@@ -26,7 +26,7 @@ class _Matmul(torch.autograd.Function):
     """x @ w.T with w in the compute dtype; the master's gradient goes to `sink`, not through autograd."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, master: torch.Tensor, cast: torch.Tensor, sink: GradientSink
     ) -> torch.Tensor:
         ctx.save_for_backward(x, cast)
@@ -34,7 +34,7 @@ class _Matmul(torch.autograd.Function):
         return F.linear(x, cast)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, cast = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             ctx.sink.add(grad, x)
@@ -192,6 +192,10 @@ class Draft(nn.Module):
             if parameter.ndim == 2 and name != "embed_tokens.weight":
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
+    @property
+    def stack(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
     def linears(self) -> Iterator[Linear]:
         return (module for module in self.modules() if isinstance(module, Linear))
 
@@ -230,7 +234,7 @@ class Draft(nn.Module):
 
     def step(self, e: torch.Tensor, h: torch.Tensor, positions: torch.Tensor, attend: list[Attend]) -> torch.Tensor:
         """One pass of all layers over rows [n]; `attend[l]` sees that layer's rotated q and k, and v."""
-        for layer, attention in zip(self.layers, attend, strict=True):
+        for layer, attention in zip(self.stack, attend, strict=True):
             x, residual = layer.inputs(e, h)
             h = layer.finish(residual, attention(*self.qkv(layer, x, positions)))
         return h
@@ -243,7 +247,7 @@ class Draft(nn.Module):
         e = self.embed(batch.tokens, dtype)
         everything = torch.arange(len(batch.tokens), device=h.device)
         memory = []
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.stack):
             wanted = rows if index == len(self.layers) - 1 else everything
             x, residual = layer.inputs(e, h)
             k = self.rope.rotate(layer.self_attn.keys(x), batch.positions)
@@ -299,11 +303,12 @@ class Draft(nn.Module):
                 rows, chain, alive, h = rows[keep], chain[keep], alive[keep], h[keep]
                 own = [[(a[keep], b[keep]) for a, b in layer] for layer in own]
                 if len(rows):
-                    attend = [self._attend(batch, rows, k, *memory[i], own[i], dtype) for i in range(len(self.layers))]
+                    attend = [self._attend(batch, rows, k, memory[i], own[i], dtype) for i in range(len(self.layers))]
                     h = self.step(self.embed(batch.tokens[rows + k], dtype), h, batch.positions[rows] + k, attend)
             result.possible.append(int((batch.depth[result.rows] > k).sum()))
             if not len(rows):
-                result.chains.append(0), result.right.append(0), result.unknown.append(0)
+                for counts in (result.chains, result.right, result.unknown):
+                    counts.append(0)
                 continue
             index = batch.teacher[rows] + k
             label = to_draft[batch.argmax[index]]
@@ -336,8 +341,7 @@ class Draft(nn.Module):
         batch: Batch,
         rows: torch.Tensor,
         k: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        memory: tuple[torch.Tensor, torch.Tensor],
         own: list[tuple[torch.Tensor, torch.Tensor]],
         dtype: torch.dtype,
     ) -> Attend:
@@ -347,6 +351,6 @@ class Draft(nn.Module):
             own.append((new_k, new_v))
             own_k = torch.stack([pair[0] for pair in own], 1)  # [N, s, kv, d]
             own_v = torch.stack([pair[1] for pair in own], 1)
-            return unroll_attention(q, keys, values, blocks, own_k, own_v)
+            return unroll_attention(q, *memory, blocks, own_k, own_v)
 
         return attend

@@ -68,7 +68,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 def smooth(points: Sequence[Point], width: int = 120) -> Series:
     """At most `width` averaged bins as the faint line, and their moving mean as the line proper."""
-    finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    finite = [(x, y) for x, y in points if y is not None and math.isfinite(x) and math.isfinite(y)]
     size = max(1, math.ceil(len(finite) / width))
     raw = [_mean(finite[i : i + size]) for i in range(0, len(finite), size)]
     reach = len(raw) // 30

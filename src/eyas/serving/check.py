@@ -271,6 +271,8 @@ def _config(d: Draft, t: Target | None) -> Iterator[Hit]:
         yield Hit(
             "ARCH_MISSING", "config.json names no architectures.", f'Write "architectures": ["{contract.FLAGSHIP}"].'
         )
+    if not c.get("model_type"):
+        yield Hit("MODEL_TYPE", "config.json has no model_type.", 'Write "model_type": "llama".')
     nulls = [key for key in _NOT_NULL if key in c and c[key] is None]
     if names.is_speculators(raw):
         nulls = [key for key in nulls if key != "target_hidden_size"]
@@ -319,7 +321,8 @@ def _config(d: Draft, t: Target | None) -> Iterator[Hit]:
         return
     if t.vocab_size != d.size("vocab_size"):
         found = f"vocab_size is {d.size('vocab_size')}, the target's is {t.vocab_size}."
-        yield Hit("VOCAB", found, f'Write "vocab_size": {t.vocab_size}.')
+        larger = d.size("vocab_size") > t.vocab_size
+        yield Hit("VOCAB:larger" if larger else "VOCAB", found, f'Write "vocab_size": {t.vocab_size}.')
     if "target_hidden_size" in c and c["target_hidden_size"] not in (None, t.hidden_size):
         found = f"target_hidden_size is {c['target_hidden_size']}, the target's hidden size is {t.hidden_size}."
         yield Hit("SHAPE", found, f'Write "target_hidden_size": {t.hidden_size}, or take the right target.')
@@ -389,7 +392,7 @@ def _map(d: Draft, stored: StoredTensor, offsets: np.ndarray, size: int, vocab: 
     if stored.dtype in (*FLOATS, "BOOL"):
         yield Hit("D2T_FORM:dtype", f"d2t has dtype {stored.dtype}, expected whole numbers.", fix, here)
     if len(offsets) != size:
-        key = "D2T_FORM:config" if len(offsets) == d.head_rows else "D2T_FORM"
+        key = "D2T_FORM:config" if len(offsets) == d.head_rows else "D2T_FORM:length"
         yield Hit(key, f"d2t has {len(offsets)} entries, the draft vocabulary {size}.", fix, here)
         return
     if not len(offsets):
@@ -495,7 +498,10 @@ def _flags(d: Draft) -> Iterator[Hit]:
         if (stray := [tensor.name for n, tensor in d.internal.items() if n.startswith(prefix)]) and not on:
             flag = "norm_before_fc" if prefix == "input_norm." else "fc_norm"
             yield Hit(
-                "FLAG_TENSOR", f"{_list(stray)} is stored while {flag} is off.", f'Write "{flag}": true.', tuple(stray)
+                "FLAG_TENSOR" if prefix == "input_norm." else "FLAG_TENSOR:fc_norm",
+                f"{_list(stray)} is stored while {flag} is off.",
+                f'Write "{flag}": true.',
+                tuple(stray),
             )
     if bias := [x.name for n, x in d.internal.items() if n.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))]:
         yield Hit("QKV_BIAS", "The attention has biases.", "Train without attention_bias for this engine.", tuple(bias))

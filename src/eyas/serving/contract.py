@@ -275,6 +275,11 @@ EFFECTS: dict[str, dict[str, Effect]] = {
         "openvino": ("error", "raises", "the exporter does not take it for an EAGLE-3 draft"),
     },
     "ARCH_MISSING": _everywhere("error", "raises", "no architecture, so no class to load: raises at start"),
+    "MODEL_TYPE": {
+        "sglang": ("error", "raises", "AutoConfig finds no model_type: ValueError"),
+        "vllm": ("error", "raises", "AutoConfig finds no model_type: validation error"),
+        "openvino": ("error", "raises", "AutoConfig finds no model_type: ValueError"),
+    },
     "SPECULATORS": {
         "sglang": ("error", "raises", "has no reader for the speculators format: ValueError at start"),
         "openvino": ("error", "raises", "the exporter has no reader for the speculators format"),
@@ -301,6 +306,13 @@ EFFECTS: dict[str, dict[str, Effect]] = {
     "VOCAB": {
         "sglang": ("warn", "differs", "replaces the embedding by the target's; ids past the draft's size are not checked"),
         "vllm": ("error", "raises", "the width of the draft's logits differs from the target's"),
+        "llamacpp": ("warn", "harmless", "takes the vocabulary from the target"),
+        "openvino": ("error", "raises", "the shared embedding has another shape"),
+        "trtllm": ("warn", "differs", "not verified"),
+    },
+    "VOCAB:larger": {
+        "sglang": ("warn", "differs", "replaces the embedding by the target's; the sizes are not checked"),
+        "vllm": ("warn", "harmless", "serves it; ids beyond the target's are never drafted"),
         "llamacpp": ("warn", "harmless", "takes the vocabulary from the target"),
         "openvino": ("error", "raises", "the shared embedding has another shape"),
         "trtllm": ("warn", "differs", "not verified"),
@@ -334,6 +346,7 @@ EFFECTS: dict[str, dict[str, Effect]] = {
     },
     "ACT": {
         "sglang": ("error", "raises", "ValueError: unsupported activation, only silu"),
+        "vllm": ("error", "raises", "ValueError: unsupported activation, only silu"),
         "llamacpp": ("error", "differs", f"computes SiLU whatever the config says; {_LOST}"),
     },
     "MAXPOS": {
@@ -357,9 +370,12 @@ EFFECTS: dict[str, dict[str, Effect]] = {
     # vocabulary map
     "D2T_FORM": _everywhere("error", "differs", "the map leads to wrong or absent tokens")
     | {"llamacpp": ("error", "raises", "the converter checks range and uniqueness: ValueError")},
+    "D2T_FORM:length": _everywhere("error", "differs", "the map does not cover the draft vocabulary")
+    | dict.fromkeys(("vllm", "llamacpp"), ("error", "raises", "asserts that the map has one entry per output row")),
     "D2T_FORM:dtype": _everywhere("error", "differs", "indexes with a float, which fails or leads astray")
     | {"llamacpp": ("warn", "harmless", "the converter rounds it to whole numbers")},
     "D2T_FORM:config": _everywhere("error", "differs", "sizes the map by the config, not by the file")
+    | {"vllm": ("error", "raises", "asserts that the map has draft_vocab_size entries")}
     | {"llamacpp": ("info", "harmless", "takes the sizes of the file")},
     "D2T_FORM:order": _everywhere("error", "differs", "pairs row i with token i + d2t[i]; training pairs them in order"),
     "D2T_ABSOLUTE": {
@@ -486,7 +502,11 @@ EFFECTS: dict[str, dict[str, Effect]] = {
     },
     "FLAG_TENSOR": {
         "sglang": ("error", "drops", "drops the norm's tensor, since its flag is off; acceptance falls"),
-        "vllm": ("error", "drops", "drops it (input_norm) or raises (fc_norm)"),
+        "vllm": ("error", "drops", "drops the norm's tensor, since its flag is off; acceptance falls"),
+    },
+    "FLAG_TENSOR:fc_norm": {
+        "sglang": ("error", "drops", "drops the norm's tensor, since its flag is off; acceptance falls"),
+        "vllm": ("error", "raises", "ValueError: 'There is no module or parameter named fc_norm'"),
     },
     "QKV_BIAS": {
         "sglang": ("error", "drops", "builds q, k and v without bias and drops the tensors"),
