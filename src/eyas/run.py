@@ -8,7 +8,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,7 +98,7 @@ class Run:
             Store(self.folder / "store"),
             parts["train"],
             parts["heldout"],
-            fingerprint(inputs_of(self, STAGES_BY_NAME["train"])),
+            fingerprint(inputs_of(self, replace(STAGES_BY_NAME["train"], upstream=("store", "vocab")))),
             self.recipe.replay.k,
         )
 
