@@ -53,7 +53,7 @@ def test_the_server_gives_the_references_integers(pair, options, k, request):
         served = [llamacpp.complete(url, list(p), NEW) for p in PROMPTS]
     for got, wanted in zip(served, expected, strict=True):
         assert got == {key: wanted[key] for key in ("tokens", "drafted", "accepted")}
-    assert sum(e["accepted"] for e in expected) > 60  # it drafts well enough for the comparison to mean something
+    assert sum(e["accepted"] for e in expected) > 20  # it drafts well enough for the comparison to mean something
 
 
 def test_the_pair_would_notice_a_wrong_wire(pair):

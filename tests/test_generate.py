@@ -75,6 +75,7 @@ def make_target(folder: Path, tokenizer_of: Path, family: str) -> LoadedTarget:
         for parameter in model.parameters():  # biases, sinks and norms that begin at a constant count, too
             if parameter.dim() == 1:
                 parameter.data += 0.3 * torch.randn_like(parameter)
+    model.get_output_embeddings().weight.data[tokenizer.eos_token_id] *= 2  # some answers end, others are cut off
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return load_target(folder)
@@ -123,12 +124,34 @@ def test_answers_are_those_of_plain_generate(family: str, tiny_target: Path, tmp
     assert_plainly_generated(target, documents, 20)
     assert figures["documents"] == len(TALKS)
     assert figures["turns"] == sum(len(document["spans"]) for document in documents)
-    assert sum(figures["finish"].values()) == figures["turns"]
+    assert sum(figures["finish"].values()) == figures["turns"] and figures["finish"]["length"]
+    assert figures["finish"]["stop"] or family.startswith("gemma")
     generated = sum(end - start for document in documents for start, end in document["spans"])
     assert figures["generated_tokens"] == generated
     assert figures["prompt_tokens"] + generated == sum(len(document["tokens"]) for document in documents)
     if figures["engine"] == "Slots":
         assert figures["cut"] == 0 and figures["turns"] == sum(map(len, TURNS))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_one_plain_forward(family: str, tiny_target: Path, tmp_path: Path) -> None:
+    """Read in two pieces and continued beyond every sliding window, among documents of other lengths."""
+    target = make_target(tmp_path / "target", tiny_target, family)
+    ids = torch.randint(3, target.target.vocab_size, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        wanted = target.model(torch.tensor([ids])).logits[0]
+    with opened(target, 3, 256) as ([engine], _):
+        last = engine.count - 1
+        given = {29: engine.read(last, ids[:30], 0), 69: engine.read(last, ids[30:70], 30)}
+        if last:
+            engine.read(0, ids[:80], 0)
+        for i in range(70, 90):
+            neighbour = {0: (5, 10 + i)} if last else {}
+            both = {last: (ids[i], i)} | neighbour
+            tokens, past = ({slot: pair[k] for slot, pair in both.items()} for k in (0, 1))
+            given[i] = engine.step(tokens, past)[last].clone()
+    for position, logits in given.items():
+        torch.testing.assert_close(logits, wanted[position], atol=2e-4, rtol=2e-4)
 
 
 def test_the_real_target_in_float32(smollm2: Path, tmp_path: Path) -> None:

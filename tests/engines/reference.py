@@ -96,8 +96,8 @@ def speculate(
     return {"tokens": tokens[len(prompt) :][:new], "drafted": drafted, "accepted": accepted, "per_round": per_round}
 
 
-def teach(model, s: dict[str, Tensor], c: dict, texts: list[list[int]], steps: int = 270) -> dict[str, Tensor]:
-    """A few seconds of training on the target's own texts, so that some drafts are right and some are wrong."""
+def teach(model, s: dict[str, Tensor], c: dict, texts: list[list[int]], steps: int = 100) -> dict[str, Tensor]:
+    """A second of training on the target's own texts: some drafts come right, with margins so small that any wire shows."""
     layers = list(c["aux_layers"])
     frozen = ("embed_tokens.weight", "d2t", "t2d")
     s = {n: t.clone().requires_grad_(n not in frozen) if t.is_floating_point() else t for n, t in s.items()}
