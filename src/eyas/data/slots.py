@@ -26,7 +26,7 @@ from eyas.errors import UsageError
 from eyas.target import LoadedTarget
 
 NAME = "eyas_slots"
-VIEW = 64  # lengths of cache views are multiples of this, so that vector lanes do not depend on the neighbours
+VIEW = 32  # lengths of cache views are multiples of this, so that vector lanes do not depend on the neighbours
 READ = 512  # tokens of a prompt that one forward reads
 PAD = 32  # a shorter piece is padded to a multiple of this: fewer shapes, hence fewer kernels to prepare
 GROUP = 8  # slots whose attention shares one cache view
