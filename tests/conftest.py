@@ -12,7 +12,6 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("MPLBACKEND", "Agg")
 
 ROOT = Path(__file__).parents[1]
 

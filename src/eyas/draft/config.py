@@ -89,7 +89,8 @@ def draft_config_for(target: Target, draft_vocab_size: int | None = None, **opti
     heads = int(options.pop("num_attention_heads", None) or text.get("num_attention_heads") or 0)
     hidden = int(options.pop("hidden_size", None) or target.hidden_size)
     key_value = int(options.pop("num_key_value_heads", None) or text.get("num_key_value_heads") or heads)
-    head_dim = int(options.pop("head_dim", None) or text.get("head_dim") or hidden // heads)
+    own = text.get("v_head_dim") if text.get("kv_lora_rank") else text.get("head_dim")  # MLA's head_dim is RoPE's part
+    head_dim = int(options.pop("head_dim", None) or own or hidden // heads)
     inner = int(options.pop("intermediate_size", None) or text.get("intermediate_size") or 4 * hidden)
     layers = options.pop("aux_layers", None) or default_aux_layers(target.num_layers)
     return DraftConfig(
