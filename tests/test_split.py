@@ -83,8 +83,16 @@ def test_the_signature_estimates_jaccard_similarity():
 
 
 def test_unlike_short_prompts_are_not_joined():
-    rows = [conversation(str(i), f"What is {i} plus {i + 7}?") for i in range(50)]
+    rows = [conversation(str(i), f"What is word{i} plus word{i + 7}?") for i in range(50)]
     assert len(clusters(rows)) == 50
+
+
+def test_the_same_exercise_with_other_figures_is_a_near_duplicate():
+    rows = [
+        conversation(str(i), f"A rope of {i + 40} m is cut into {i} pieces. How long, in {i}.5 cm?") for i in range(20)
+    ]
+    other = conversation("other", "A rope of silk is cut in two. Which half is longer, and why is that so?")
+    assert [len(group) for group in clusters([*rows, other])] == [20, 1]
 
 
 def test_what_cannot_be_split_is_refused():

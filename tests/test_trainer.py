@@ -125,7 +125,7 @@ def test_update_is_the_gradient_of_the_mean_over_supervised_rows(make):
     for index in range(2):
         trainer.optimizer.zero_grad()
         batch = trainer.read(0, index)
-        trainer.draft.backward(trainer.forward(batch).loss)
+        trainer.draft.backward(trainer.forward(batch, batch.supervised).loss)
         rows += batch.supervised
         for name, parameter in trainer.draft.named_parameters():
             if parameter.grad is not None:

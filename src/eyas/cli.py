@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -82,6 +83,8 @@ def stage_command(verb: str, text: str) -> None:
         stage = pipeline.STAGES_BY_NAME[pipeline.VERBS[verb]]
         fresh = pipeline.perform(job, stage)
         manifest = job.done[stage.name]
+        if os.environ.get("RANK", "0") != "0":
+            return  # under torchrun the first rank speaks
         if as_json:
             show({"stage": stage.name, "folder": str(job.folder / stage.name)} | manifest.figures)
         else:
@@ -137,21 +140,29 @@ def audit(
     recipe: Annotated[Path | None, typer.Option(help="A recipe whose store and vocabulary stand.")] = None,
     target: Annotated[str | None, typer.Option(help="A target, for an audit from its config alone.")] = None,
     draft_config: Annotated[Path | None, typer.Option(help="The draft's config.json.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="After training instead: latest, a step or a folder (with --recipe).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Before training: what is frozen, where did it come from, GO or NO-GO."""
+    """What is frozen, where did it come from, GO or NO-GO; with --checkpoint, whether training kept to it."""
     from eyas import audit as a
     from eyas.target import read_target
 
+    if checkpoint and not recipe:
+        raise UsageError("eyas audit --checkpoint: give --recipe R, the recipe that it was trained with.")
     if recipe:
         from eyas import run as pipeline
         from eyas.files import read_json
         from eyas.recipe import read_recipe
 
         job = pipeline.Run(read_recipe(recipe))
-        with contextlib.suppress(pipeline.NoGo):  # shown below, with all its reasons
-            pipeline.perform(job, pipeline.STAGES_BY_NAME["audit"])
-        found = read_json(job.folder / "audit" / "audit.json")
+        if checkpoint:
+            found = pipeline.audit_checkpoint(job, checkpoint)
+        else:
+            with contextlib.suppress(pipeline.NoGo):  # shown below, with all its reasons
+                pipeline.perform(job, pipeline.STAGES_BY_NAME["audit"])
+            found = read_json(job.folder / "audit" / "audit.json")
     elif target:
         known = read_target(target)
         found = a.audit_config(known, a.config_for_audit(known, draft_config))
@@ -217,12 +228,28 @@ def store_info(path: Path, as_json: Json = False) -> None:
 def store_verify(
     path: Path,
     deep: Annotated[bool, typer.Option(help="Also finiteness, ranges, shapes and the self-check.")] = False,
+    documents: Annotated[Path | None, typer.Option(help="The answers.jsonl that its tokens must agree with.")] = None,
+    against: Annotated[str | None, typer.Option(help="A target: extract some samples anew and compare.")] = None,
+    sample: Annotated[int, typer.Option(min=1, help="How many samples --against extracts.")] = 8,
     as_json: Json = False,
 ) -> None:
-    """Every checksum, at the speed of the disk."""
+    """Every checksum, at the speed of the disk; reads foreign folders (speculators, SpecForge, EAGLE) too."""
     from eyas.features import health as s
 
-    found = s.verify(path, deep=deep)
+    rows = None
+    if documents:
+        from eyas.data.documents import read_documents
+
+        rows = list(read_documents(documents))
+    found = s.verify(path, deep=deep, documents=rows)
+    if against:
+        from eyas.features.extract import compare
+        from eyas.target import load_target
+
+        again = compare(path, load_target(against), sample)
+        found["against"] = again
+        found["bad"] += again["bad"]
+        found["ok"] -= len(again["bad"])
     show(found) if as_json else _print_pairs(found)
     raise typer.Exit(1 if found["bad"] else 0)
 
@@ -234,6 +261,34 @@ def store_repair(path: Path, as_json: Json = False) -> None:
 
     found = s.repair(path)
     show(found) if as_json else _print_pairs(found)
+
+
+@store_app.command("import")
+def store_import(
+    source: Annotated[Path, typer.Argument(help="Folder of hs_*.safetensors, .pt or .ckpt files.")],
+    path: Annotated[Path, typer.Argument(help="The new store.")],
+    target: Annotated[str, typer.Option(help="The target that they were extracted from.")],
+    layers: Annotated[str, typer.Option(help="Its auxiliary layers as physical outputs, such as 1,14,26.")],
+    documents: Annotated[Path | None, typer.Option(help="answers.jsonl, for the mask where the files have none.")] = None,
+    codec: Annotated[str, typer.Option(help="bf16, bf16z, int8o or fp8.")] = "bf16",
+    threshold: Annotated[float, typer.Option(min=0, max=1, help="Least share for the self-check.")] = 0.9,
+    as_json: Json = False,
+) -> None:
+    """Bring a foreign folder of hidden states into a store; bad files are left out and named."""
+    from eyas.data.documents import read_documents
+    from eyas.features.foreign import import_
+    from eyas.target import load_target
+
+    try:
+        wanted = sorted(int(layer) for layer in layers.split(","))
+    except ValueError:
+        raise UsageError(f"--layers {layers}: expected numbers with commas, such as 1,14,26.") from None
+    rows = list(read_documents(documents)) if documents else None
+    found = import_(
+        source, path, load_target(target), layers=wanted, documents=rows, codec=codec, threshold=threshold
+    )
+    show(found) if as_json else _print_pairs(found)
+    raise typer.Exit(1 if found["bad"] else 0)
 
 
 def _print_pairs(found: dict[str, Any]) -> None:
@@ -248,6 +303,7 @@ def replay(
     target: Annotated[str | None, typer.Option(help="Its target (default: the one beside the store).")] = None,
     k: Annotated[int, typer.Option("--k", min=1, help="Tokens drafted in a round.")] = 4,
     split: Annotated[str, typer.Option(help="heldout, train or all.")] = "heldout",
+    engine: Annotated[str | None, typer.Option("--as", help="Load it as sglang, vllm, llamacpp, ... would.")] = None,
     as_json: Json = False,
 ) -> None:
     """Exact greedy acceptance from the store; the target is not loaded."""
@@ -275,13 +331,187 @@ def replay(
             [i for i in parts[split] if i in have],
             {"heldout": "held-out conversations", "train": "training conversations"}[split],
         )
-    _, found = replay_draft(draft, read_target(target), states, k, ids, data)
+    _, found = replay_draft(draft, read_target(target), states, k, ids, data, engine)
     if as_json:
         show(found)
         return
+    for note in found["notes"]:
+        say(note)
     print(f"tau {found['tau']:.3f} ({protocol_text(found['protocol'])})")
     for name, part in found["by_category"].items():
         print(f"  {name:<14} {part['tau']:.3f}  [{part['low']:.2f}, {part['high']:.2f}]  {part['rounds']} rounds")
+
+
+@app.command()
+def decode(
+    draft: Annotated[Path, typer.Argument(help="Folder of the draft.")],
+    target: Annotated[str, typer.Option(help="Folder or hub name of its target.")],
+    prompts: Annotated[Path, typer.Option(help="Prompts; of a run's own conversations.jsonl the held-out ones.")],
+    k: Annotated[int | None, typer.Option("--k", min=1, help="Tokens drafted in a round (4).")] = None,
+    tree: Annotated[str | None, typer.Option(help="TOTAL,DEPTH,TOPK: a dynamic tree in place of a chain.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 256,
+    limit: Annotated[int | None, typer.Option(min=1, help="Decode the first prompts only.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 (texts are equal token for token) or bfloat16.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Of the draws, with a temperature.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Real speculative decoding with the target, beside plain decoding in the same process, token for token."""
+    if k is not None and tree is not None:
+        raise UsageError("eyas decode: give --k for a chain or --tree for a tree, not both.")
+    if dtype not in ("float32", "bfloat16"):
+        raise UsageError(f"--dtype {dtype}: expected float32 or bfloat16.")
+    import torch
+
+    from eyas.data.prompts import read_prompts
+    from eyas.decode import compare as c
+    from eyas.target import load_target, read_target
+
+    propose = c.Tree.parse(tree) if tree else c.Chain(k or 4)
+    known = read_target(target)
+    network, asked = c.read_draft(draft, known), read_prompts(prompts, limit, draft)
+    loaded = load_target(known, dtype, "cuda" if torch.cuda.is_available() else None)
+    found = c.decode(network, loaded, asked, propose, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    if as_json:
+        show(found)
+        return
+    _print_acceptance(found)
+    time, share = found["round_ms"], found["share"]
+    print(f"  speed-up ×{found['speedup']:.2f}: {_speeds(found)}")
+    print(f"  a round: {time['draft']:.1f} ms drafting, {time['verify']:.1f} ms verifying; ", end="")
+    print(f"plain decoding: {time['plain_token']:.1f} ms a token")
+    print("  of the time: " + ", ".join(f"{name} {value:.0%}" for name, value in share.items()))
+    if found["lossless"] is not None:
+        same = found["protocol"]["prompts"] - len(found["differences"])
+        print(f"  lossless: {same} of {found['protocol']['prompts']} texts equal plain decoding token for token")
+    for each in found["differences"]:
+        print(f"    {each['id']} parts at token {each['position']}, where the target's two logits differ by ", end="")
+        print("nothing" if each["margin"] is None else f"{each['margin']:.2g}")
+
+
+@app.command()
+def measure(
+    engine: Annotated[str, typer.Option(help="vllm, sglang or llamacpp.")],
+    url: Annotated[str, typer.Option(help="Address of the server that speculates.")],
+    prompts: Annotated[Path, typer.Option(help="Prompts; of a run's own conversations.jsonl the held-out ones.")],
+    k: Annotated[
+        int | None, typer.Option("--k", min=1, help="What the server drafts in a round, to be checked.")
+    ] = None,
+    plain_url: Annotated[
+        str | None, typer.Option(help="The same engine without speculation, for the speed-up.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="The target's folder (default: what the server says).")] = None,
+    draft: Annotated[Path | None, typer.Option(help="The draft's folder: which prompts was it trained on?")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 256,
+    limit: Annotated[int | None, typer.Option(min=1, help="Send the first prompts only.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Acceptance and speed of a live server, from its own counters; set-ups that mislead are refused."""
+    from eyas.measure import measure as measure_server
+
+    found = measure_server(
+        engine,
+        url,
+        prompts,
+        target=target,
+        draft=draft,
+        plain_url=plain_url,
+        k=k,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        limit=limit,
+        concurrency=concurrency,
+    )
+    if as_json:
+        show(found)
+        return
+    _print_acceptance(found)
+    print(f"  speed: {_speeds(found)}" + (f"; ×{found['speedup']:.2f}" if found["speedup"] else ""))
+    if found["lossless"] is not None:
+        print(f"  {found['same_texts']} of {found['protocol']['prompts']} texts equal those of the plain server")
+    for what in found["not_checked"]:
+        print(f"  not checked: {what}")
+
+
+def _print_acceptance(found: dict[str, Any]) -> None:
+    from eyas.report.words import protocol_text
+
+    low_high = " [{:.2f}, {:.2f}]".format(*found["interval"]) if "interval" in found else ""
+    print(f"tau {found['tau']:.3f}{low_high} ({protocol_text(found['protocol'])})")
+    if found["per_position"]:
+        print("  per position: " + ", ".join(f"{share:.3f}" for share in found["per_position"]))
+
+
+def _speeds(found: dict[str, Any]) -> str:
+    return ", ".join(f"{speed:,.1f} tokens/s {name}" for name, speed in found["tokens_per_s"].items())
+
+
+@app.command()
+def plan(
+    store: Annotated[Path, typer.Option(help="A store of greedy on-policy conversations.")],
+    draft: Annotated[Path, typer.Option(help="Folder of the draft.")],
+    target: Annotated[str | None, typer.Option(help="Its target (default: the one beside the store).")] = None,
+    costs: Annotated[
+        Path | None, typer.Option(help="Times of other hardware (JSON) in place of this machine's.")
+    ] = None,
+    k: Annotated[int, typer.Option("--k", min=1, help="The deepest chain or tree to think of.")] = 8,
+    limit: Annotated[int | None, typer.Option(min=1, help="Replay this many conversations only.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the target, when times are measured here.")] = "bfloat16",
+    as_json: Json = False,
+) -> None:
+    """Expected speed per K and batch, chain and tree, and the flags for the best; says when speculation does not pay."""
+    from eyas.decode import cost as c
+    from eyas.decode.compare import read_draft
+    from eyas.features.store import Store
+    from eyas.recipe import read_recipe
+    from eyas.target import load_target, read_target
+
+    beside = store.parent / "recipe.yaml"
+    if target is None and not beside.exists():
+        raise UsageError(f"{store}: no recipe.yaml beside it that names the target. Give --target.")
+    known = read_target(target or read_recipe(beside).target)
+    given = c.read_costs(costs) if costs else None
+    network, states = read_draft(draft, known), Store(store)
+    ids, data = c.heldout_of(states)
+    documents = c.ranks_in(states, network, k, ids[:limit])
+    times = given or c.measure_costs(load_target(known, dtype), network)
+    found = c.plan(documents, times, k, str(draft)) | {"data": data, "prompts": len(documents)}
+    if as_json:
+        show(found)
+        return
+    print(f"{times.device} ({times.note or 'given'}); {data}, {len(documents)} of them, greedy")
+    for each in found["batches"]:
+        print(each["verdict"])
+        for engine, flags in (each["flags"] or {}).items():
+            print(f"    {engine}: {flags}")
+
+
+@app.command()
+def canary(
+    out: Annotated[Path, typer.Argument(help="Where the pair is written, or was.")],
+    engine: Annotated[str, typer.Option(help="The engine that will serve it: its default layers are used.")],
+    like: Annotated[Path | None, typer.Option(help="A target's config.json whose class the canary's target takes.")] = None,
+    measured: Annotated[str | None, typer.Option(help="Acceptance per position that was measured: names the wire.")] = None,
+    as_json: Json = False,
+) -> None:
+    """A tiny target and draft with a known acceptance: serve them, measure, and learn which wire is broken."""
+    from eyas.files import read_json
+    from eyas.serving import canary as c
+
+    if measured is None:
+        said = c.write(out, engine, read_json(like) if like else None)
+    else:
+        said = read_json(out / "canary.json")
+        try:
+            rates = [float(rate) for rate in measured.replace(",", " ").split()]
+        except ValueError:
+            raise UsageError(f"--measured {measured!r}: expected rates between 0 and 1, one per position.") from None
+        wire, distance = c.diagnose(rates, said["layers"])
+        said |= {"measured": rates, "wire": wire.name, "says": wire.says, "distance": distance}
+    show(said) if as_json else _print_pairs({k: v for k, v in said.items() if k != "text"})
+    raise typer.Exit(1 if said.get("wire", "right") != "right" else 0)
 
 
 def main() -> None:

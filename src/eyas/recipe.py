@@ -28,7 +28,11 @@ class Conversations(Section):
 
 
 class Generate(Section):
-    """On-policy answers; temperature 0 is greedy."""
+    """On-policy answers; temperature 0 is greedy.
+
+    servers: URLs of running engines that serve the same target; none means in this process. answers "keep" takes the
+    conversations' own answers, where their boundaries can be proved, for when the target wrote them elsewhere.
+    """
 
     max_new_tokens: Positive = 256
     slots: Positive = 64
@@ -37,6 +41,10 @@ class Generate(Section):
     seed: int = 0
     on_long: Literal["error", "skip"] = "error"
     template: dict[str, Any] = Field(default_factory=dict)
+    answers: Literal["generate", "keep"] = "generate"
+    servers: list[str] = []
+    engine: Literal["auto", "vllm", "sglang", "llamacpp", "openai"] = "auto"
+    concurrency: Positive = 32
 
 
 class Extract(Section):
@@ -86,6 +94,8 @@ class Train(Section):
     keep_unknown: bool = False
     freeze_head: bool = False
     head_from_target: bool = True
+    standardise: bool = True
+    start: Literal["random", "least_squares"] = "random"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     save_every: Positive = 100
     validate_every: Positive | None = None

@@ -5,9 +5,11 @@ cut off is gone on with, and one made from other inputs is refused with what dif
 """
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +24,7 @@ from eyas.target import LoadedTarget, Target, default_aux_layers, load_target, l
 
 if TYPE_CHECKING:
     from eyas.data.template import ChatTemplate
+    from eyas.draft.model import Draft
     from eyas.train.trainer import Trainer
 
 Figures = dict[str, Any]
@@ -114,7 +117,13 @@ def conversations(run: Run) -> Figures:
     paths = [section.path] if isinstance(section.path, str) else section.path
     out = run.folder / "conversations" / "conversations.jsonl"
     report = prepare_conversations(
-        paths, out, policy=section.bad_rows, limit=section.limit, seed=section.seed, template=run.template
+        paths,
+        out,
+        answers=run.recipe.generate.answers == "keep",
+        policy=section.bad_rows,
+        limit=section.limit,
+        seed=section.seed,
+        template=run.template,
     )
     rows = _read_lines(out)
     parts = split(rows, section.heldout, section.seed)
@@ -131,21 +140,30 @@ def conversations(run: Run) -> Figures:
 
 
 def answers(run: Run) -> Figures:
+    section = run.recipe.generate
+    rows, out = _read_lines(run.folder / "conversations" / "conversations.jsonl"), run.folder / "answers/answers.jsonl"
+    if section.answers == "keep":
+        from eyas.data.documents import import_documents
+
+        length = min(run.target.max_positions, section.max_length or run.target.max_positions)
+        report = import_documents(rows, run.template, out, max_tokens=length, policy=run.recipe.conversations.bad_rows)
+        return {"documents": report.kept, "engine": "answers kept as they are", **report.to_dict()}
+    common: dict[str, Any] = {
+        "max_new_tokens": section.max_new_tokens,
+        "max_length": section.max_length,
+        "temperature": section.temperature,
+        "seed": section.seed,
+        "on_long": section.on_long,
+    }
+    if section.servers:
+        from eyas.data.servers import generate_from_servers
+
+        key = os.environ.get("EYAS_API_KEY")
+        asked: dict[str, Any] = {"kind": section.engine, "concurrency": section.concurrency, "api_key": key}
+        return generate_from_servers(rows, run.target, run.template, section.servers, out, **common, **asked)
     from eyas.data.generate import generate
 
-    section = run.recipe.generate
-    return generate(
-        _read_lines(run.folder / "conversations" / "conversations.jsonl"),
-        run.load(),
-        run.folder / "answers" / "answers.jsonl",
-        max_new_tokens=section.max_new_tokens,
-        slots=section.slots,
-        max_length=section.max_length,
-        temperature=section.temperature,
-        seed=section.seed,
-        on_long=section.on_long,
-        template=run.template,
-    )
+    return generate(rows, run.load(), out, slots=section.slots, template=run.template, **common)
 
 
 def store(run: Run) -> Figures:
@@ -205,18 +223,17 @@ def audit(run: Run) -> Figures:
     trainer = run.trainer()
     chosen = v.load(run.folder / "vocab")
     settings = run.recipe.train
-    frozen = {"embed_tokens"} | ({"lm_head"} if settings.freeze_head else set())
     found = audit_before(
         run.target,
         trainer.draft,
         teacher_head=trainer.teacher_head,
         optimizer=trainer.optimizer,
-        sources=sources(run, trainer.draft.config),
+        sources=sources(run, trainer.draft),
         store_meta=trainer.store.meta,
         store_figures=run.done["store"].figures | {"longest": int(trainer.store.lengths.max())},
         vocab=read_json(run.folder / "vocab" / "vocab.json")
         | {"always": sorted(run.template.special_ids() | set(run.target.eos_ids)), "d2t": chosen.d2t},
-        policy_frozen=frozen,
+        policy_frozen=frozen_by(run),
         dry_step=trainer.dry_step,
         plan={"epochs": settings.epochs, "steps": settings.steps, "batch_tokens": settings.batch_tokens},
     )
@@ -232,17 +249,18 @@ def audit(run: Run) -> Figures:
     return {name: found[name] for name in ("verdict", "total_params", "trained_params", "frozen_params")}
 
 
-def sources(run: Run, config: DraftConfig) -> dict[str, str]:
+def sources(run: Run, draft: "Draft") -> dict[str, str]:
     """Where each component's first values come from, in words."""
     embedding, head = (run.target.tensor_name(part) for part in ("embedding", "head"))
     random = f"random, N(0, 0.02²), seed {run.recipe.train.seed}"
     start = f"target {head}, rows chosen by t2d"
+    config = draft.config
     copied = run.recipe.train.head_from_target and config.hidden_size == config.target_hidden_size
     found = {
         "embed_tokens": f"target {embedding}",
         "verifier_lm_head": start,
         "lm_head": start if copied else random,
-        "fc": random,
+        "fc": f"{random}, over each channel's rms" if draft.aux_scale is not None else random,
         "fc_norm": "ones",
         "input_norm": "ones",
         "norm": "ones",
@@ -251,6 +269,10 @@ def sources(run: Run, config: DraftConfig) -> dict[str, str]:
     }
     for layer in range(config.num_layers):
         found |= {f"layers.{layer}.self_attn": random, f"layers.{layer}.mlp": random, f"layers.{layer}.norms": "ones"}
+    if run.recipe.train.start == "least_squares":
+        found["fc"] = "least squares: the target's final states on the auxiliary states, over each channel's rms"
+        found["norm"] = "the rms of the target's final states"
+        found["layers.0.self_attn"] = f"least squares on the embedding in v and o; q, k and the rest {random}"
     return found
 
 
@@ -259,15 +281,11 @@ def train(run: Run) -> Figures:
 
 
 def draft(run: Run) -> Figures:
-    from eyas.audit import audit_after, to_markdown
     from eyas.serving.export import export
-    from eyas.train import checkpoint
 
     trainer = run.trainer()
-    before = {name: tensor.clone() for name, tensor in trainer.draft.state_dict().items()}
-    path = checkpoint.steps(run.folder / "train" / "checkpoints")[-1]
-    trainer.resume()
-    state = trainer.draft.state_dict()
+    path = checkpoint_path(run)
+    before, state = states_around(trainer, path)
     last = _last_validation(run.folder / "train" / "log.jsonl")
     out = export(
         state,
@@ -283,16 +301,56 @@ def draft(run: Run) -> Figures:
         },
         embed=run.recipe.export.embed,
     )
-    frozen = {"embed_tokens"} | ({"lm_head"} if run.recipe.train.freeze_head else set())
-    found = audit_after(before, state, frozen, out, run.target, trainer.draft.config)
-    write_json(run.folder / "audit" / "after.json", found)
-    write_text(run.folder / "audit" / "after.md", to_markdown(found))
+    found = _audit_after(run, trainer, before, state, out)
     if found["verdict"] != "go" and not run.accept:
         raise NoGo(
             f"audit after training: NO-GO. {' '.join(found['reasons'])} See {run.folder / 'audit' / 'after.md'}."
         )
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     return {"bytes": size, "audit": found["verdict"], "tau": last["tau"], "protocol": last["protocol"]}
+
+
+def audit_checkpoint(run: Run, name: str | None = None) -> dict[str, Any]:
+    """The audit after training, of a checkpoint ("latest", a step, a folder), beside the exported draft if there is one."""
+    trainer = run.trainer()
+    before, state = states_around(trainer, checkpoint_path(run, name))
+    exported = run.folder / "draft"
+    return _audit_after(run, trainer, before, state, exported if (exported / "manifest.json").exists() else None)
+
+
+def _audit_after(run: Run, trainer: "Trainer", before: Any, state: Any, exported: Path | None) -> dict[str, Any]:
+    from eyas.audit import audit_after, to_markdown
+
+    found = audit_after(before, state, frozen_by(run), exported, run.target, trainer.draft.config)
+    write_json(run.folder / "audit" / "after.json", found)
+    write_text(run.folder / "audit" / "after.md", to_markdown(found))
+    return found
+
+
+def checkpoint_path(run: Run, name: str | None = None) -> Path:
+    """A checkpoint of the run: the newest, or the one of a step, or a folder."""
+    from eyas.train import checkpoint
+
+    folder = run.folder / "train" / "checkpoints"
+    found = checkpoint.steps(folder)
+    if name not in (None, "latest"):
+        found = [
+            path for path in [*found, Path(str(name))] if name in (path.name, str(path), path.name[-8:].lstrip("0"))
+        ]
+    if not found or not (found[-1] / "state.json").exists():
+        raise UsageError(f"{folder}: no checkpoint {name or ''} there. Run `eyas train` first, or name another.")
+    return found[-1]
+
+
+def states_around(trainer: "Trainer", path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The draft's state dict before training, and as the checkpoint at `path` has it."""
+    before = trainer.draft.served_state()
+    trainer.load(path)
+    return before, trainer.draft.served_state()
+
+
+def frozen_by(run: Run) -> set[str]:
+    return {"embed_tokens"} | ({"lm_head"} if run.recipe.train.freeze_head else set())
 
 
 def check(run: Run) -> Figures:
@@ -332,28 +390,40 @@ def replay(run: Run) -> Figures:
 
 
 def replay_draft(
-    folder: Path, target: Target, states: Any, k: int, ids: list[str], data: str
+    folder: Path, target: Target, states: Any, k: int, ids: list[str], data: str, engine: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """Load a draft from disk as any engine would find it, and replay it over documents of a store."""
+    """Load a draft from disk, whole or as `engine` would load it, and replay it over documents of a store."""
     import torch
 
     from eyas.decode.replay import accept, expected_speedup, protocol
     from eyas.draft.model import Draft
+    from eyas.serving.contract import ENGINES
     from eyas.serving.export import load_draft
+    from eyas.serving.load import load_as
 
-    config, state = load_draft(folder, target)
-    if list(config.aux_layers) != states.meta["layers"]:
+    config, state, *notes = load_as(folder, target, engine) if engine else load_draft(folder, target)
+    loaded_as = f"as {ENGINES[engine].title}" if engine else "own"
+    layers, stored = list(config.aux_layers), states.meta["layers"]
+    if missing := [layer for layer in layers if layer not in stored]:
+        who = f"{ENGINES[engine].title} gives it layers" if engine else "reads layers"
         raise UsageError(
-            f"{folder}: reads layers {list(config.aux_layers)}, the store holds {states.meta['layers']}. "
-            "Extract a store with the draft's layers."
+            f"{folder}: {who} {layers}, the store holds {stored} and lacks {missing}. Extract a store with those layers."
         )
+    columns = [stored.index(layer) for layer in layers]
+
+    def read(name: str) -> Any:
+        sample = states.read(name)
+        return sample if layers == stored else replace(sample, aux=sample.aux[:, columns])
+
     network = Draft(config)
     network.load_state_dict(state)
     dtype = torch.bfloat16
     ids_of_draft = torch.arange(config.draft_vocab_size)
     table = torch.full((config.vocab_size,), -1, dtype=torch.int64)
-    table[network.target_ids(ids_of_draft)] = ids_of_draft
-    found = accept(network, (states.read(name) for name in ids), k, table, dtype)
+    reached = network.target_ids(ids_of_draft)
+    known = (reached >= 0) & (reached < config.vocab_size)  # an engine may read a map that leads out of the vocabulary
+    table[reached[known]] = ids_of_draft[known]
+    found = accept(network, (read(name) for name in ids), k, table, dtype)
     low, high = found.interval()
     step = sum(p.numel() for name, p in network.named_parameters() if not name.startswith(("embed_tokens", "fc")))
     share = step / target_parameters(target)
@@ -361,7 +431,8 @@ def replay_draft(
         "tau": found.tau,
         "accept_rate": found.accepted / max(found.rounds * k, 1),
         "per_position": found.per_position,
-        "protocol": protocol(found, k, "own", data),
+        "protocol": protocol(found, k, loaded_as, data),
+        "notes": notes[0] if notes else [],
         "speedup": expected_speedup(found.tau, k, share),
         "speedup_note": f"expected, from parameters read: a draft step is {share:.1%} of a target step, verification one step",
         "lossless": None,
@@ -466,6 +537,8 @@ def inputs_of(run: Run, stage: Stage) -> dict[str, str]:
         path = run.recipe.conversations.path
         for file in [path] if isinstance(path, str) else path:
             inputs[f"file {file}"] = _content(Path(file))
+        if run.recipe.generate.answers == "keep":
+            inputs["recipe.generate.answers"] = fingerprint("keep")
     if stage.name in ("answers", "store"):
         inputs["dtype"] = fingerprint(run.recipe.dtype)
     return inputs
@@ -484,10 +557,16 @@ def _content(path: Path) -> str:
 def perform(run: Run, stage: Stage) -> bool:
     """Bring one stage to its end; False when it stood already."""
     folder = run.folder / stage.name
+    rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if size > 1 and stage.name != "train":
+        raise UsageError(
+            f"{stage.name}: runs in one process. Only `eyas train` runs under torchrun: first `eyas run --until audit`."
+        )
     inputs = inputs_of(run, stage)
     manifest = read_manifest(folder, stage.name)
     begun = folder / "begun.json"
-    found = manifest.inputs if manifest else read_json(begun) if begun.exists() else None
+    before: Figures = read_json(begun) if begun.exists() else {"inputs": None, "seconds": 0.0}
+    found = manifest.inputs if manifest else before["inputs"]
     if found is not None and found != inputs:
         names = ", ".join(differences(inputs, found))
         raise UsageError(
@@ -497,13 +576,23 @@ def perform(run: Run, stage: Stage) -> bool:
     if manifest is not None:
         run.done[stage.name] = manifest
         return False
+    if rank > 0:  # trains along; the first rank writes
+        run.done[stage.name] = Manifest(stage.name, inputs, stage.work(run))
+        return True
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(begun, inputs)
+    write_json(begun, {"inputs": inputs, "seconds": before["seconds"]})
     start = time.monotonic()
-    figures = stage.work(run)
+    try:
+        figures = stage.work(run)
+    except BaseException:  # time spent before an interruption counts; what SIGKILL took is lost
+        if begun.exists():
+            with suppress(OSError, EyasError):
+                write_json(begun, {"inputs": inputs, "seconds": before["seconds"] + time.monotonic() - start})
+        raise
     folder.mkdir(parents=True, exist_ok=True)
     written = read_manifest(folder, stage.name)
-    done = Manifest(stage.name, inputs, (written.figures if written else {}) | figures, time.monotonic() - start)
+    seconds = before["seconds"] + time.monotonic() - start
+    done = Manifest(stage.name, inputs, (written.figures if written else {}) | figures, seconds)
     done.write(folder)
     begun.unlink(missing_ok=True)
     run.done[stage.name] = done

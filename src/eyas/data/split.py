@@ -2,9 +2,11 @@
 
 Near-duplicates are conversations whose user turns share about 70 % of their word triples (minhash of 32 permutations
 in 8 bands, confirmed by the estimate of the whole signature) or whose first user turn is the same but for case and
-white space. The estimate is a sample: at 70 % about nine pairs in ten are found, at 80 % nearly all.
+white space. Numbers count as equal: the same exercise with other figures would make a held-out tau too good. The
+estimate is a sample: at 70 % about nine pairs in ten are found, at 80 % nearly all.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +20,7 @@ from eyas.errors import UsageError
 from eyas.files import read_json, write_json
 
 PERMUTATIONS, BANDS, SIMILAR = 32, 8, 0.7
+NUMBER = re.compile(r"\W*\d[\d.,:/]*\W*")
 _RANDOM = np.random.default_rng(20_240_601)
 _FACTORS = _RANDOM.integers(1, 2**63, (PERMUTATIONS, 1), np.uint64) | np.uint64(1)
 _TERMS = _RANDOM.integers(0, 2**63, (PERMUTATIONS, 1), np.uint64)
@@ -25,7 +28,7 @@ _TERMS = _RANDOM.integers(0, 2**63, (PERMUTATIONS, 1), np.uint64)
 
 def signature(turns: list[str]) -> np.ndarray:
     """uint64 [32]: minhash of the word triples of all user turns; equal entries estimate the Jaccard similarity."""
-    words = " ".join(turns).casefold().split()
+    words = ["0" if NUMBER.fullmatch(word) else word for word in " ".join(turns).casefold().split()]
     triples = {" ".join(words[i : i + 3]) for i in range(max(1, len(words) - 2))}
     hashes = np.fromiter((xxhash.xxh3_64_intdigest(t.encode()) for t in triples), np.uint64, len(triples))
     with np.errstate(over="ignore"):

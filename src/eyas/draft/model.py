@@ -184,6 +184,7 @@ class Draft(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if reduced else None)
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool) if reduced else None)
         self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+        self.aux_scale: torch.Tensor | None = None
 
     def initialise(self, seed: int, std: float = 0.02) -> None:
         """Random matrices N(0, std²), norms at one, biases at zero; embedding, head and maps are copied by the caller."""
@@ -207,10 +208,30 @@ class Draft(nn.Module):
             if found is not None:
                 module.weight.grad = found if module.weight.grad is None else module.weight.grad + found
 
+    def standardise(self, aux: torch.Tensor) -> None:
+        """Let fc read auxiliary states [n, A*H] divided by each channel's rms on these rows, to the nearest power of two.
+
+        Some channels of some layers are hundreds of times larger than others ("massive activations"). Read raw they
+        rule h0, beside which what attention brings, the next token above all, is nothing, and under Adam they rule every
+        step of fc as well. The scale belongs to training: `served_state` folds it into fc, engines see an ordinary fc,
+        and powers of two keep every product the same, bit for bit.
+        """
+        rms = aux.double().square().mean(0).sqrt().clamp_min(1e-6)  # [A*H]
+        self.aux_scale = rms.log2().round().neg().exp2().float()
+
+    def served_state(self) -> dict[str, torch.Tensor]:
+        """The state dict as engines read it: fc takes raw auxiliary states."""
+        state = {name: tensor.clone() for name, tensor in self.state_dict().items()}
+        if self.aux_scale is not None:
+            state["fc.weight"] *= self.aux_scale
+        return state
+
     # pieces shared by the unroll and the decoder
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:
         """aux [n, A*H] -> h0 [n, D]."""
+        if self.aux_scale is not None:
+            aux = aux * self.aux_scale.to(aux)
         if self.config.fc_norm:
             chunks = aux.chunk(len(self.config.aux_layers), -1)
             aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from eyas.decode.replay import Acceptance, accept, protocol
-from eyas.draft.batch import Batch, pack
+from eyas.draft.batch import Batch, as_bfloat16, pack
 from eyas.draft.config import DraftConfig
 from eyas.draft.model import Draft, Unrolled
 from eyas.draft.vocab import DraftVocab
@@ -29,7 +29,13 @@ from eyas.progress import progress
 from eyas.recipe import Train
 from eyas.target import Target
 from eyas.train import checkpoint
+from eyas.train.parallel import ranks, share
+from eyas.train.start import check_fits, least_squares_start
 
+START_ROWS = 1 << 17  # of the least-squares start
+START_GROUP = 16  # documents a product
+START_PARTS = ("fc.", "norm.", "layers.")
+STANDARD_DOCUMENTS = 64  # whose rows give each auxiliary channel its scale
 SKIPS_ALLOWED = 10  # non-finite steps before the run is stopped
 
 
@@ -116,9 +122,19 @@ class Trainer:
     ) -> None:
         self.folder, self.settings, self.target, self.store, self.inputs = folder, settings, target, store, inputs
         self.train_ids, self.heldout_ids, self.replay_k = train_ids, heldout_ids, replay_k
+        self.ranks = ranks()
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.dtype = getattr(torch, settings.compute_dtype)
         self.draft, teacher, self.to_draft = initial_draft(config, target, vocab, settings)
-        self.teacher_head = teacher.to(self.dtype)
+        if settings.standardise and not (config.fc_norm or config.norm_before_fc):  # those standardise by themselves
+            rows = [store.read(name).aux for name in train_ids[:STANDARD_DOCUMENTS]]
+            self.draft.standardise(as_bfloat16(np.concatenate(rows)).flatten(1))
+        if settings.start == "least_squares":
+            self._start()
+        self.draft.to(self.device)
+        self.to_draft = self.to_draft.to(self.device)
+        self.teacher_head = teacher.to(self.device, self.dtype)
         self.optimizer = torch.optim.AdamW(
             [p for p in self.draft.parameters() if p.requires_grad],
             lr=settings.lr,
@@ -126,17 +142,40 @@ class Trainer:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        lengths = [len(store.tokens(name)) - 1 for name in train_ids]
-        self.plan = [plan_epoch(lengths, settings.batch_tokens, settings.seed, e) for e in range(settings.epochs)]
+        self.lengths = [len(store.tokens(name)) - 1 for name in train_ids]
+        self.plan = [plan_epoch(self.lengths, settings.batch_tokens, settings.seed, e) for e in range(settings.epochs)]
         self.total = sum(map(len, self.plan))
         self.step = self.skipped = 0
 
+    def _start(self) -> None:
+        """The least-squares start, kept beside the checkpoints: a pass over the data is made once."""
+        check_fits(self.draft.config)
+        file = self.folder / "start.safetensors"
+        try:
+            found, metadata = checkpoint.load_tensors(file)
+        except FileNotFoundError:
+            found, metadata = {}, {}
+        if metadata.get("inputs") != self.inputs:
+            with progress("start", len(self.train_ids), "documents") as advance:
+                groups = (self.train_ids[at : at + START_GROUP] for at in range(0, len(self.train_ids), START_GROUP))
+                batches = (pack([self.store.read(n) for n in group]) for group in groups if not advance(len(group)))
+                seen = least_squares_start(self.draft, batches, START_ROWS)
+            found = {name: t for name, t in self.draft.state_dict().items() if name.startswith(START_PARTS)}
+            if self.ranks.first:
+                checkpoint.save_tensors(file, found, {"inputs": self.inputs, "rows": str(seen)})
+        self.draft.load_state_dict(found, strict=False)
+
     # one step
 
-    def read(self, epoch: int, index: int) -> Batch:
-        return pack([self.store.read(self.train_ids[i]) for i in self.plan[epoch][index]]).to("cpu", self.dtype)
+    def read(self, epoch: int, index: int) -> Batch | None:
+        """This rank's part of a global batch; None when it has fewer documents than there are ranks."""
+        mine = share(self.plan[epoch][index], self.lengths, self.ranks.rank, self.ranks.size)
+        if not mine:
+            return None
+        return pack([self.store.read(self.train_ids[i]) for i in mine]).to(self.device, self.dtype)
 
-    def forward(self, batch: Batch, survivors: bool | None = None) -> Unrolled:
+    def forward(self, batch: Batch, supervised: int, survivors: bool | None = None) -> Unrolled:
+        """The unroll of this rank's batch; `supervised` rows are the loss's denominator, on all ranks together."""
         s = self.settings
         return self.draft.unroll(
             batch,
@@ -146,7 +185,7 @@ class Trainer:
             self.to_draft,
             survivors=s.survivors if survivors is None else survivors,
             decay=s.decay,
-            scale=1 / max(batch.supervised, 1),
+            scale=1 / supervised,
             kind=s.loss,
             keep_unknown=s.keep_unknown,
         )
@@ -156,27 +195,33 @@ class Trainer:
         self.optimizer.zero_grad()
         for index in range(len(self.plan[0])):
             batch = self.read(0, index)
-            loss = self.forward(batch, survivors=False).loss
-            if loss.requires_grad:
+            if batch is not None and batch.supervised:
+                loss = self.forward(batch, batch.supervised, survivors=False).loss
                 self.draft.backward(loss)
                 return float(loss.detach())
         raise EyasError("training: no batch holds a supervised token. Look at `eyas preview`.")
 
-    def update(self, batch: Batch) -> dict[str, Any] | None:
+    def update(self, batch: Batch | None) -> dict[str, Any] | None:
         """One optimizer step; None when loss or gradient were not finite and the step was left out."""
         rate = learning_rate(self.settings, self.step, self.total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad()
-        result = self.forward(batch)
-        loss = result.loss
-        if not loss.requires_grad:  # no supervised row in this batch
+        supervised = int(self.ranks.sum(torch.tensor(batch.supervised if batch else 0, device=self.device)))
+        if not supervised:
             return {"loss": 0.0, "lr": rate, "grad_norm": 0.0, "acc": [], "oov": 0.0}
-        self.draft.backward(loss)
-        loss = loss.detach()
-        parameters = [p for p in self.draft.parameters() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip)
-        if not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
+        figures = torch.zeros(3 + 2 * self.settings.steps, dtype=torch.float64, device=self.device)
+        if batch is not None and batch.supervised:
+            result = self.forward(batch, supervised)
+            self.draft.backward(result.loss)
+            counts = [result.computed, result.unknown[0], *result.chains, *result.right]
+            figures += torch.tensor([float(result.loss.detach()), *counts], dtype=torch.float64, device=self.device)
+        loss, computed, unknown, *counts = self.ranks.sum(figures).tolist()
+        chains, right = counts[: self.settings.steps], counts[self.settings.steps :]
+        parameters = [p for p in self.draft.parameters() if p.requires_grad]
+        self.ranks.sum_gradients(parameters)
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             self.skipped += 1
             if self.skipped > SKIPS_ALLOWED:
                 raise EyasError(
@@ -185,12 +230,12 @@ class Trainer:
             return None
         self.optimizer.step()
         return {
-            "loss": float(loss),
-            "acc": [round(r / c, 4) if c else None for r, c in zip(result.right, result.chains, strict=True)],
+            "loss": loss,
+            "acc": [round(r / c, 4) if c else None for r, c in zip(right, chains, strict=True)],
             "lr": rate,
-            "grad_norm": float(norm),
-            "oov": result.unknown[0] / max(result.chains[0], 1),
-            "chain_steps": round(result.computed / max(batch.supervised, 1), 3),
+            "grad_norm": norm,
+            "oov": unknown / max(chains[0], 1),
+            "chain_steps": round(computed / supervised, 3),
         }
 
     # the loop
@@ -198,15 +243,16 @@ class Trainer:
     def fit(self) -> dict[str, Any]:
         """Train to the end, or on from the newest complete checkpoint. Returns figures."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        first = self.ranks.first
         self.resume()
         start, waited, seconds = time.monotonic(), 0.0, time.monotonic()
         tokens = 0
         last: dict[str, Any] = {}
         order = [(e, i) for e, epoch in enumerate(self.plan) for i in range(len(epoch))]
         with (
-            open(self.folder / "log.jsonl", "a", encoding="utf-8") as log,
+            open(self.folder / "log.jsonl" if first else os.devnull, "a", encoding="utf-8") as log,
             ThreadPoolExecutor(1, "reader") as reader,
-            progress("train", self.total, "step", done=self.step) as advance,
+            progress("train", self.total, "step", done=self.step) if first else nullcontext(_silent) as advance,
             _signals() as stop,
         ):
 
@@ -216,7 +262,7 @@ class Trainer:
 
             if self.step == 0:
                 write({"step": 0, "epoch": 0.0, "validation": self.validate()})
-            ahead: Future[Batch] | None = None
+            ahead: Future[Batch | None] | None = None
             while self.step < self.total:
                 epoch, index = order[self.step]
                 asked = time.monotonic()
@@ -226,9 +272,10 @@ class Trainer:
                 figures = self.update(batch)
                 self.step += 1
                 took, seconds = time.monotonic() - seconds, time.monotonic()
-                waited, tokens = waited + wait, tokens + len(batch.tokens)
+                rows = sum(self.lengths[i] for i in self.plan[epoch][index])
+                waited, tokens = waited + wait, tokens + rows
                 line = {"step": self.step, "epoch": round(epoch + (index + 1) / len(self.plan[epoch]), 4)}
-                timing = {"tokens_per_s": round(len(batch.tokens) / took, 1), "data_wait": round(wait / took, 5)}
+                timing = {"tokens_per_s": round(rows / took, 1), "data_wait": round(wait / took, 5)}
                 write(line | (figures or {"skipped": True}) | timing)
                 if figures and figures["acc"]:
                     last = figures
@@ -237,15 +284,20 @@ class Trainer:
                     advance(1)
                 every = self.settings.validate_every
                 ended = index + 1 == len(self.plan[epoch])
+                tau = None
                 if (self.step % every == 0) if every else ended:
-                    write(line | {"validation": self.validate()})
+                    validation = self.validate()
+                    tau = validation["tau"]
+                    write(line | {"validation": validation})
                     seconds = time.monotonic()
-                if self.step % self.settings.save_every == 0 or self.step == self.total or stop:
+                stopping = any(self.ranks.gather(bool(stop)))
+                if self.step % self.settings.save_every == 0 or self.step == self.total or tau is not None or stopping:
                     log.flush()
-                    os.fsync(log.fileno())
-                    self.save()
+                    if first:
+                        os.fsync(log.fileno())
+                    self.save(tau)
                     seconds = time.monotonic()
-                if stop and self.step < self.total:
+                if stopping and self.step < self.total:
                     raise Stopped(
                         f"training stopped at step {self.step} of {self.total}; resume with the same command."
                     )
@@ -258,43 +310,53 @@ class Trainer:
             "tokens_per_s": tokens / max(spent, 1e-9),
             "data_wait_share": waited / max(spent, 1e-9),
             "skipped_steps": self.skipped,
+            "ranks": self.ranks.size,
             "loss": last.get("loss"),
             "trained_parameters": sum(p.numel() for p in self.draft.parameters() if p.requires_grad),
         }
 
     def validate(self) -> dict[str, Any]:
         """Replay on the held-out conversations: the figure that counts, from joint prefixes."""
-        samples = (self.store.read(name) for name in self.heldout_ids)
-        found = accept(self.draft, samples, self.replay_k, self.to_draft, self.dtype)
+        mine = self.heldout_ids[self.ranks.rank :: self.ranks.size]
+        part = accept(self.draft, map(self.store.read, mine), self.replay_k, self.to_draft, self.dtype)
+        parts = {c.id: c for found in self.ranks.gather(part.conversations) for c in found}
+        found = Acceptance(self.replay_k, [parts[name] for name in self.heldout_ids])
         return brief(found) | {"protocol": protocol(found, self.replay_k, "own", "held-out conversations")}
 
     # state
 
-    def save(self) -> None:
-        model = {name: tensor for name, tensor in self.draft.state_dict().items() if name != "embed_tokens.weight"}
-        optimizer = {
-            f"{name}.{key}": value
-            for name, parameter in self.draft.named_parameters()
-            if parameter in self.optimizer.state
-            for key, value in self.optimizer.state[parameter].items()
-        }
-        checkpoint.save(
-            self.folder / "checkpoints", self.step, model, optimizer, {"inputs": self.inputs, "skipped": self.skipped}
-        )
+    def save(self, tau: float | None = None) -> None:
+        """Checkpoint of this step, with its validation tau where there is one. Every rank holds the same; the first writes."""
+        if self.ranks.first:
+            model = {n: t.cpu() for n, t in self.draft.state_dict().items() if n != "embed_tokens.weight"}
+            optimizer = {
+                f"{name}.{key}": value.cpu()
+                for name, parameter in self.draft.named_parameters()
+                if parameter in self.optimizer.state
+                for key, value in self.optimizer.state[parameter].items()
+            }
+            state = {"inputs": self.inputs, "skipped": self.skipped, "tau": tau}
+            checkpoint.save(self.folder / "checkpoints", self.step, model, optimizer, state)
+        self.ranks.wait()
+
+    def load(self, path: Path) -> None:
+        """Weights, optimizer state and position of a checkpoint."""
+        model, optimizer, state = checkpoint.load(path, self.inputs)
+        self.draft.load_state_dict(model | {"embed_tokens.weight": self.draft.embed_tokens.weight.data})
+        for name, parameter in self.draft.named_parameters():
+            own = {k.removeprefix(name + "."): v for k, v in optimizer.items() if k.rpartition(".")[0] == name}
+            if own:
+                self.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in own.items()}
+        self.step, self.skipped = state["step"], state["skipped"]
 
     def resume(self) -> None:
         """Go on from the newest complete checkpoint; the log is cut back to it."""
         found = checkpoint.steps(self.folder / "checkpoints")
         if found:
-            model, optimizer, state = checkpoint.load(found[-1], self.inputs)
-            self.draft.load_state_dict(model | {"embed_tokens.weight": self.draft.embed_tokens.weight.data})
-            for name, parameter in self.draft.named_parameters():
-                own = {k.removeprefix(name + "."): v for k, v in optimizer.items() if k.rpartition(".")[0] == name}
-                if own:
-                    self.optimizer.state[parameter] = own
-            self.step, self.skipped = state["step"], state["skipped"]
+            self.load(found[-1])
         log = self.folder / "log.jsonl"
-        if log.exists():
+        self.ranks.wait()  # nobody looks for checkpoints any more when the first rank begins to write
+        if self.ranks.first and log.exists():
             kept = [line for line in _lines(log) if self.step and line["step"] <= self.step]
             log.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
 
@@ -307,6 +369,10 @@ def brief(found: Acceptance) -> dict[str, Any]:
         "acc": [round(x, 4) for x in found.per_position],
         "by_category": {name: round(part.tau, 4) for name, part in found.by_category().items()},
     }
+
+
+def _silent(*_: Any) -> None:
+    """The progress of ranks that show none."""
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,97 @@
+"""The least-squares start: a draft that predicts before its first step of training.
+
+What step 0 has to learn first is nearly linear: the target's final state at t+1 from the auxiliary states of t and the
+embedding of x_{t+1}. Ridge regression finds that map in one pass over the data, and the EAGLE-3 layer has room for it:
+`fc` takes the part of the auxiliary states; the part of the embedding goes through the values of heads that begin by
+looking at their own row (their queries are a multiple of their keys), cut to the rank that the value heads have.
+Everything is trained from there as usual, and the file that engines read is the same.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from eyas.draft.batch import Batch
+from eyas.draft.config import DraftConfig
+from eyas.draft.model import Draft, Layer
+from eyas.errors import UsageError
+
+RIDGE = 1e-2  # added to the diagonal, in units of a standardised channel's variance
+SELF_SCORE = 18.0  # of a row's query and its own key, where unlike rows score near zero
+QUIET = 0.1  # what else writes to the residual begins at this part of its size, so as not to drown the start
+
+
+def check_fits(config: DraftConfig) -> None:
+    """Raises UsageError where the draft has no linear way from fc to its head."""
+    for wrong, what in (
+        (config.hidden_size != config.target_hidden_size, "a draft narrower or wider than its target"),
+        (config.norm_before_residual, "norm_before_residual"),
+        (config.fc_norm or config.norm_before_fc, "norms before fc"),
+    ):
+        if wrong:
+            raise UsageError(f"train.start: least_squares does not go with {what}. Use train.start: random.")
+
+
+def least_squares_start(draft: Draft, batches: Iterable[Batch], rows: int) -> int:
+    """Set fc, the first layer's attention and the norm from at most about `rows` chain starts; returns how many.
+
+    Batches hold float32 or bfloat16 auxiliary and final states. Memory: a float32 Gram matrix [A*H + D, A*H + D].
+    """
+    c = draft.config
+    width, size = c.fc_in, c.fc_in + c.hidden_size
+    scale = torch.ones(width) if draft.aux_scale is None else draft.aux_scale.cpu()
+    gram, moment = torch.zeros(size, size), torch.zeros(size, c.hidden_size)
+    seen, total = 0, 0.0
+    for batch in batches:
+        starts = torch.nonzero(batch.depth > 0).squeeze(1)
+        e = draft.embed_tokens.weight[batch.tokens[starts]].float()
+        e = e * torch.rsqrt(e.square().mean(-1, keepdim=True) + c.rms_norm_eps)  # as input_layernorm will give it
+        x = torch.cat([batch.aux[starts].float() * scale, e], 1)  # [n, A*H + D]
+        y = batch.final[batch.teacher[starts]].float()  # [n, H]
+        gram.addmm_(x.T, x)
+        moment.addmm_(x.T, y)
+        total += float(y.square().mean(-1).sqrt().sum())
+        seen += len(starts)
+        if seen >= rows:
+            break
+    if not seen:
+        raise UsageError("train.start: least_squares found no supervised row to start from.")
+    wide = gram.double()
+    solved = torch.linalg.solve(wide + RIDGE * seen * torch.eye(size, dtype=torch.float64), moment.double())
+    with torch.no_grad():
+        draft.fc.weight.copy_(solved[:width].T)
+        draft.norm.weight.fill_(total / seen)  # the head expects states of the size of the target's
+        for layer in draft.stack:
+            layer.self_attn.o_proj.weight.mul_(QUIET)
+            layer.mlp.down_proj.weight.mul_(QUIET)
+        _through_attention(draft.stack[0], solved[width:], wide[width:, width:] / seen, c)
+    return seen
+
+
+def _through_attention(layer: Layer, wanted: torch.Tensor, covariance: torch.Tensor, c: DraftConfig) -> None:
+    """Let the layer's attention add `e @ wanted` [D, D] for its own row's embedding e, as far as its rank goes.
+
+    Reduced-rank regression: of all maps of that rank, the one nearest in the covariance of e.
+    """
+    a, dim = layer.self_attn, c.head_dim
+    rank = min(c.num_key_value_heads * dim, c.hidden_size)
+    values, vectors = torch.linalg.eigh(covariance)
+    roots = values.clamp_min(1e-8).sqrt()
+    u, s, v = torch.linalg.svd((vectors * roots) @ vectors.T @ wanted, full_matrices=False)
+    into = ((vectors / roots) @ vectors.T @ u[:, :rank] * s[:rank].sqrt()).T  # [rank, D]
+    out = (s[:rank].sqrt()[:, None] * v[:rank]).T  # [D, rank]
+    # every value head gets strong and weak directions alike
+    order = torch.arange(rank).view(-1, c.num_key_value_heads).T.flatten() if rank % c.num_key_value_heads == 0 else torch.arange(rank)  # fmt: skip
+    a.v_proj.weight[:rank, : c.hidden_size] = into[order].float()
+    a.v_proj.weight[:, c.hidden_size :].mul_(QUIET)
+    group = c.num_attention_heads // c.num_key_value_heads
+    own = max(1, group * 2 // 3)  # heads of a group that begin with their own row; the others look around
+    factor = SELF_SCORE * dim**0.5 / float(a.k_proj.weight.square().sum() / c.num_key_value_heads)
+    for head in range(c.num_attention_heads):
+        shared, place = divmod(head, group)
+        if place < own:
+            rows, source = slice(head * dim, (head + 1) * dim), slice(shared * dim, (shared + 1) * dim)
+            a.q_proj.weight[rows] = factor * a.k_proj.weight[source]
+            part = out[:, order][:, source]
+            a.o_proj.weight[:, rows] = 0
+            a.o_proj.weight[:, head * dim : head * dim + part.shape[1]] = part.float() / own
