@@ -89,8 +89,7 @@ def stage_command(verb: str, text: str) -> None:
             show({"stage": stage.name, "folder": str(job.folder / stage.name)} | manifest.figures)
         else:
             say(f"{stage.name}: {'done' if fresh else 'stands'}")
-            for name, value in manifest.figures.items():
-                print(f"{name}: {value}")
+            _print_pairs(manifest.figures)
 
     app.command(verb, help=text)(command)
 
@@ -269,7 +268,9 @@ def store_import(
     path: Annotated[Path, typer.Argument(help="The new store.")],
     target: Annotated[str, typer.Option(help="The target that they were extracted from.")],
     layers: Annotated[str, typer.Option(help="Its auxiliary layers as physical outputs, such as 1,14,26.")],
-    documents: Annotated[Path | None, typer.Option(help="answers.jsonl, for the mask where the files have none.")] = None,
+    documents: Annotated[
+        Path | None, typer.Option(help="answers.jsonl, for the mask where the files have none.")
+    ] = None,
     codec: Annotated[str, typer.Option(help="bf16, bf16z, int8o or fp8.")] = "bf16",
     threshold: Annotated[float, typer.Option(min=0, max=1, help="Least share for the self-check.")] = 0.9,
     as_json: Json = False,
@@ -284,16 +285,19 @@ def store_import(
     except ValueError:
         raise UsageError(f"--layers {layers}: expected numbers with commas, such as 1,14,26.") from None
     rows = list(read_documents(documents)) if documents else None
-    found = import_(
-        source, path, load_target(target), layers=wanted, documents=rows, codec=codec, threshold=threshold
-    )
+    found = import_(source, path, load_target(target), layers=wanted, documents=rows, codec=codec, threshold=threshold)
     show(found) if as_json else _print_pairs(found)
     raise typer.Exit(1 if found["bad"] else 0)
 
 
 def _print_pairs(found: dict[str, Any]) -> None:
     for name, value in found.items():
-        print(f"{name}: {value}")
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            print(f"{name}:", *value[0], sep="\t")
+            for row in value:
+                print("", *row.values(), sep="\t")
+        else:
+            print(f"{name}: {value}")
 
 
 @app.command()
@@ -492,26 +496,63 @@ def plan(
 def canary(
     out: Annotated[Path, typer.Argument(help="Where the pair is written, or was.")],
     engine: Annotated[str, typer.Option(help="The engine that will serve it: its default layers are used.")],
-    like: Annotated[Path | None, typer.Option(help="A target's config.json whose class the canary's target takes.")] = None,
-    measured: Annotated[str | None, typer.Option(help="Acceptance per position that was measured: names the wire.")] = None,
+    like: Annotated[
+        Path | None, typer.Option(help="A target's config.json whose class the canary's target takes.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="A server that holds the pair: ask it, and name the wire.")] = None,
+    measured: Annotated[str | None, typer.Option(help="Or its acceptance per position, measured otherwise.")] = None,
     as_json: Json = False,
 ) -> None:
     """A tiny target and draft with a known acceptance: serve them, measure, and learn which wire is broken."""
     from eyas.files import read_json
     from eyas.serving import canary as c
 
-    if measured is None:
+    if not (url or measured):
         said = c.write(out, engine, read_json(like) if like else None)
     else:
         said = read_json(out / "canary.json")
         try:
-            rates = [float(rate) for rate in measured.replace(",", " ").split()]
+            told = (measured or "").replace(",", " ").split()
+            rates = [float(rate) for rate in told] or c.ask(engine, url or "", said["prompt"])
         except ValueError:
             raise UsageError(f"--measured {measured!r}: expected rates between 0 and 1, one per position.") from None
         wire, distance = c.diagnose(rates, said["layers"])
         said |= {"measured": rates, "wire": wire.name, "says": wire.says, "distance": distance}
     show(said) if as_json else _print_pairs({k: v for k, v in said.items() if k != "text"})
     raise typer.Exit(1 if said.get("wire", "right") != "right" else 0)
+
+
+@app.command()
+def doctor(
+    run: Annotated[Path | None, typer.Option(help="The run folder that the draft comes from.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="The draft that is served (default: the run's).")] = None,
+    target: Annotated[str | None, typer.Option(help="The target that is served (default: the run's).")] = None,
+    engine: Annotated[str | None, typer.Option(help="sglang, vllm, llamacpp, openvino or trtllm.")] = None,
+    launch: Annotated[str | None, typer.Option(help="The server's launch line, in quotes.")] = None,
+    log: Annotated[Path | None, typer.Option(help="The server's log.")] = None,
+    measured: Annotated[Path | None, typer.Option(help="What `eyas measure --json` or decode printed.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="A live server, to measure now on the held-out conversations.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Why the figures disagree: ranked causes with evidence and the fix, and what was proved sound."""
+    from eyas import doctor as d
+
+    case = d.case_from(run, draft, target, engine, launch, log, measured)
+    if url:
+        case.measured = d.measure_now(case, url)
+    found = d.examine(case)
+    if as_json:
+        show(found)
+        return
+    for cause in found["causes"]:
+        print(f"{cause['confidence']}: {cause['cause']}")
+        for line in cause["evidence"]:
+            print(f"  {line}")
+        print(f"  fix: {cause['fix']}")
+    for line in found["checked"]:
+        print(f"sound: {line}")
 
 
 def main() -> None:

@@ -60,6 +60,7 @@ class Vocab(Section):
     """Draft vocabulary: a number of tokens, "auto" by coverage, or "full"."""
 
     size: Positive | Literal["auto", "full"] = "auto"
+    like: str | None = None  # a draft whose map is kept, for a warm start
 
 
 class DraftShape(Section):
@@ -96,6 +97,8 @@ class Train(Section):
     head_from_target: bool = True
     standardise: bool = True
     start: Literal["random", "least_squares"] = "random"
+    warm: str | None = None  # a draft to go on from
+    remap: bool = False
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     save_every: Positive = 100
     validate_every: Positive | None = None

@@ -197,9 +197,15 @@ def vocab(run: Run) -> Figures:
         size, rule = v.auto_size(counts, always)
     elif size == "full":
         size, rule = run.target.vocab_size, "the target's whole vocabulary"
-    chosen = v.choose(counts, always, size)
+    if run.recipe.vocab.like:
+        chosen, rule = v.like(run.recipe.vocab.like, run.target, counts), f"the map of {run.recipe.vocab.like}"
+        size, always = len(chosen), set(chosen.targets.tolist())
+    else:
+        chosen = v.choose(counts, always, size)
     k = run.recipe.replay.k
-    points = v.curve(spans, counts, always, k=k)
+    shape = draft_config_for(run.target, size, aux_layers=run.layers, **run.recipe.draft.model_dump(exclude_none=True))
+    head = (shape.hidden_size, shape.step_parameters)
+    points = v.curve(spans, counts, always, k=k, head=head)
     here = v.curve(spans, counts, always, sizes=[size], k=k)[0]
     figures = {
         "size": size,
@@ -210,6 +216,7 @@ def vocab(run: Run) -> Figures:
         "untrained_rows": here.untrained,
         "tau_ceiling": here.tau_ceiling,
         "k": k,
+        "curve": [{name: round(value, 4) for name, value in vars(p).items()} for p in points],
     }
     write_json(run.folder / "vocab" / "vocab.json", figures | {"curve": [[p.size, p.coverage] for p in points]})
     v.save(chosen, run.folder / "vocab", inputs_of(run, STAGES_BY_NAME["vocab"]), figures)
@@ -269,11 +276,18 @@ def sources(run: Run, draft: "Draft") -> dict[str, str]:
     }
     for layer in range(config.num_layers):
         found |= {f"layers.{layer}.self_attn": random, f"layers.{layer}.mlp": random, f"layers.{layer}.norms": "ones"}
+    if run.recipe.train.warm:
+        return found | {c: f"checkpoint {run.recipe.train.warm}" for c in found if draft_owns(c)}
     if run.recipe.train.start == "least_squares":
         found["fc"] = "least squares: the target's final states on the auxiliary states, over each channel's rms"
         found["norm"] = "the rms of the target's final states"
         found["layers.0.self_attn"] = f"least squares on the embedding in v and o; q, k and the rest {random}"
     return found
+
+
+def draft_owns(component: str) -> bool:
+    """Whether a draft file brings this component, rather than the target or the vocabulary."""
+    return component not in ("embed_tokens", "verifier_lm_head", "d2t", "t2d")
 
 
 def train(run: Run) -> Figures:

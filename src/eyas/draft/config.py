@@ -57,6 +57,17 @@ class DraftConfig:
         return len(self.aux_layers) * self.target_hidden_size
 
     @property
+    def step_parameters(self) -> int:
+        """Matrix parameters that one draft step reads, without the head: its layers'."""
+        heads, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        total = 0
+        for index in range(self.num_layers):
+            inputs = self.hidden_size * (2 if index == 0 else 1)
+            total += inputs * (heads + 2 * key_value) + heads * self.hidden_size
+            total += 3 * self.hidden_size * self.intermediate_size
+        return total
+
+    @property
     def default_layers(self) -> bool:
         return list(self.aux_layers) == default_aux_layers(self.target_num_layers)
 

@@ -8,12 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from eyas.artifact import Manifest, read_manifest
 from eyas.errors import UsageError
+
+if TYPE_CHECKING:
+    from eyas.target import Target
 
 FILE = "vocab.safetensors"
 AUTO_STEP, AUTO_OUTSIDE, AUTO_FALLBACK = 1024, 0.005, 32_768
@@ -100,6 +103,15 @@ def ranking(counts: np.ndarray, always: Iterable[int]) -> np.ndarray:
         raise UsageError(f"special token id {keep[-1]} lies outside the target's vocabulary of {len(counts):,}.")
     first[keep] = True
     return np.lexsort((np.arange(len(counts)), -counts, ~first))
+
+
+def like(folder: str, target: "Target", counts: np.ndarray) -> DraftVocab:
+    """The map of an existing draft, with the counts of this data."""
+    from eyas.serving.export import load_draft
+
+    config, state = load_draft(folder, target)
+    ids = np.arange(config.draft_vocab_size, dtype=np.int64)
+    return DraftVocab(ids + state["d2t"].numpy() if "d2t" in state else ids, counts)
 
 
 def choose(counts: np.ndarray, always: Iterable[int], size: int) -> DraftVocab:

@@ -1,4 +1,4 @@
-"""The least-squares start: a draft that predicts before its first step of training.
+"""Where training starts from: an existing draft, or least squares, which predicts before the first step.
 
 What step 0 has to learn first is nearly linear: the target's final state at t+1 from the auxiliary states of t and the
 embedding of x_{t+1}. Ridge regression finds that map in one pass over the data, and the EAGLE-3 layer has room for it:
@@ -15,6 +15,7 @@ from eyas.draft.batch import Batch
 from eyas.draft.config import DraftConfig
 from eyas.draft.model import Draft, Layer
 from eyas.errors import UsageError
+from eyas.target import Target
 
 RIDGE = 1e-2  # added to the diagonal, in units of a standardised channel's variance
 SELF_SCORE = 18.0  # of a row's query and its own key, where unlike rows score near zero
@@ -95,3 +96,52 @@ def _through_attention(layer: Layer, wanted: torch.Tensor, covariance: torch.Ten
             part = out[:, order][:, source]
             a.o_proj.weight[:, rows] = 0
             a.o_proj.weight[:, head * dim : head * dim + part.shape[1]] = part.float() / own
+
+
+def warm_start(draft: Draft, folder: str, target: Target, remap: bool = False) -> int:
+    """Go on from an existing draft of any layout (ours, EAGLE/SGLang, speculators); returns the head rows taken over.
+
+    Its vocabulary map must be this draft's, or with `remap` the rows of shared tokens are moved and the others keep
+    their first values. Raises UsageError where shapes, options, map or embedding differ.
+    """
+    from eyas.serving.export import load_draft
+
+    theirs, state = load_draft(folder, target)
+    ours = draft.config
+    free = ("draft_vocab_size", "max_position_embeddings", "rope_parameters")
+    differs = [
+        f"{key} {getattr(theirs, key)} (here {value})"
+        for key, value in vars(ours).items()
+        if key not in free and getattr(theirs, key) != value
+    ]
+    if differs:
+        raise UsageError(f"train.warm: {folder} has another shape: {', '.join(differs)}. Set `draft` to its shape.")
+    embedding = state.pop("embed_tokens.weight", None)
+    kept = draft.embed_tokens.weight
+    if embedding is not None and not torch.equal(embedding.to(kept.dtype), kept):
+        raise UsageError(
+            f"train.warm: {folder} holds an embedding of its own, not the target's, which eyas keeps frozen."
+        )
+    mine, others = _targets(draft.d2t, ours.draft_vocab_size), _targets(state.get("d2t"), theirs.draft_vocab_size)
+    taken = len(mine)
+    if not torch.equal(mine, others):
+        shared = torch.isin(mine, others)
+        taken = int(shared.sum())
+        if not remap:
+            raise UsageError(
+                f"train.warm: the vocabulary of {folder} ({len(others):,} tokens, {taken:,} shared) is not this run's "
+                f"({len(mine):,}). Keep its map with `vocab.like: {folder}`, or move the shared rows with `train.remap: true`."
+            )
+        head = draft.lm_head.weight.detach().clone()
+        head[shared] = state["lm_head.weight"].float()[torch.searchsorted(others, mine[shared])]
+        state["lm_head.weight"] = head
+    if draft.aux_scale is not None:
+        state["fc.weight"] = state["fc.weight"].float() / draft.aux_scale.to(state["fc.weight"].device)
+    draft.load_state_dict({n: t for n, t in state.items() if n not in ("d2t", "t2d")}, strict=False)
+    return taken
+
+
+def _targets(d2t: torch.Tensor | None, size: int) -> torch.Tensor:
+    """Target ids [Vd] of a map of offsets; the identity where there is none."""
+    ids = torch.arange(size)
+    return ids if d2t is None else ids + d2t.cpu()

@@ -30,7 +30,7 @@ from eyas.recipe import Train
 from eyas.target import Target
 from eyas.train import checkpoint
 from eyas.train.parallel import ranks, share
-from eyas.train.start import check_fits, least_squares_start
+from eyas.train.start import check_fits, least_squares_start, warm_start
 
 START_ROWS = 1 << 17  # of the least-squares start
 START_GROUP = 16  # documents a product
@@ -130,7 +130,9 @@ class Trainer:
         if settings.standardise and not (config.fc_norm or config.norm_before_fc):  # those standardise by themselves
             rows = [store.read(name).aux for name in train_ids[:STANDARD_DOCUMENTS]]
             self.draft.standardise(as_bfloat16(np.concatenate(rows)).flatten(1))
-        if settings.start == "least_squares":
+        if settings.warm:
+            warm_start(self.draft, settings.warm, target, settings.remap)
+        elif settings.start == "least_squares":
             self._start()
         self.draft.to(self.device)
         self.to_draft = self.to_draft.to(self.device)
