@@ -11,8 +11,9 @@ from eyas.draft.batch import pack
 from eyas.draft.config import draft_config_for
 from eyas.draft.model import Draft
 from eyas.errors import UsageError
+from eyas.serving.export import export
 from eyas.target import read_target
-from eyas.train.start import RIDGE, check_fits, least_squares_start
+from eyas.train.start import RIDGE, check_fits, least_squares_start, warm_start
 
 
 @pytest.fixture
@@ -92,3 +93,52 @@ def test_what_has_no_linear_way_is_refused(parts):
     for option in ("norm_before_residual", "fc_norm", "norm_before_fc"):
         with pytest.raises(UsageError, match="least_squares"):
             check_fits(replace(config, **{option: True}))
+
+
+def mapped(draft: Draft, first: int) -> Draft:
+    """The draft with the 128 tokens from `first` on as its vocabulary."""
+    draft.d2t.fill_(first)
+    draft.t2d.fill_(False)
+    draft.t2d[first : first + 128] = True
+    return draft
+
+
+@pytest.mark.parametrize("layout", ["portable", "eagle", "speculators"])
+def test_a_warm_start_goes_on_from_the_very_draft(parts, tiny_target, tmp_path, layout):
+    draft, batch, config = parts
+    target = read_target(tiny_target)
+    trained = mapped(draft, 40).state_dict()
+    export(trained, config, target, tmp_path / "draft", layout=layout, provenance={})
+    again = Draft(config)
+    again.initialise(5)
+    again.embed_tokens.weight = draft.embed_tokens.weight
+    mapped(again, 40).standardise(batch.aux)
+    assert warm_start(again, str(tmp_path / "draft"), target) == 128
+    for name, tensor in again.served_state().items():
+        assert torch.equal(tensor, trained[name].to(torch.bfloat16).to(tensor.dtype)) or "embed" in name, name
+
+
+def test_another_map_is_refused_until_told_to_move_rows(parts, tiny_target, tmp_path):
+    draft, _, config = parts
+    target = read_target(tiny_target)
+    trained = mapped(draft, 40).state_dict()
+    export(trained, config, target, tmp_path / "draft", provenance={})
+    again = Draft(config)
+    again.initialise(5)
+    again.embed_tokens.weight = draft.embed_tokens.weight
+    fresh = mapped(again, 100).lm_head.weight.detach().clone()
+    with pytest.raises(UsageError, match=r"vocab\.like"):
+        warm_start(again, str(tmp_path / "draft"), target)
+    assert warm_start(again, str(tmp_path / "draft"), target, remap=True) == 68
+    theirs = trained["lm_head.weight"].bfloat16().float()
+    assert torch.equal(again.lm_head.weight[:68], theirs[60:])  # tokens 100 to 167
+    assert torch.equal(again.lm_head.weight[68:], fresh[68:])
+    assert int(again.d2t[0]) == 100
+
+
+def test_a_draft_of_another_shape_is_refused(parts, tiny_target, tmp_path):
+    draft, _, config = parts
+    export(mapped(draft, 0).state_dict(), config, read_target(tiny_target), tmp_path / "draft", provenance={})
+    other = Draft(replace(config, intermediate_size=96))
+    with pytest.raises(UsageError, match="intermediate_size"):
+        warm_start(other, str(tmp_path / "draft"), read_target(tiny_target))

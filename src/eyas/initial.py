@@ -29,6 +29,7 @@ vocab:
   size: auto                 # or a number, or full
 
 train:
+  start: least_squares       # fc and attention begin from a regression; or random
   steps: 7                   # K of the training-time test
   epochs: 4
   batch_tokens: 4096         # rows of one optimizer step
