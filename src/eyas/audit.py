@@ -184,7 +184,7 @@ def audit_config(
     head = (target.tensor_name("head") if on_disk else None) or "output head"
     rows = "rows of the draft vocabulary" if config.draft_vocab_size < config.vocab_size else "all rows"
     wide = config.hidden_size == config.target_hidden_size
-    default = dict.fromkeys(audit.sizes, "random matrices, norms at one")
+    default = {component: "ones" if "norm" in component else "random" for component in audit.sizes}
     default |= {
         EMBEDDING: f"copied from target {embedding}" if wide else "of its own, random",
         TEACHER: f"target {head}, {rows}",
@@ -786,7 +786,7 @@ def table(audit: Json) -> "RenderableType":
     from rich.text import Text
 
     grid = Table(title="Audit", title_justify="left", box=SIMPLE, padding=(0, 1))
-    for name, options in {"component": {"no_wrap": True}, "parameters": {"no_wrap": True, "justify": "right"}, "state": {"no_wrap": True}, "source": {}, "check": {"no_wrap": True}, "detail": {}}.items():  # fmt: skip
+    for name, options in {"component": {"no_wrap": True}, "parameters": {"no_wrap": True, "justify": "right"}, "state": {"no_wrap": True}, "source": {"overflow": "fold"}, "check": {"no_wrap": True}, "detail": {"overflow": "fold"}}.items():  # fmt: skip
         grid.add_column(name, **options)  # type: ignore[arg-type]
     colours = {OK: "green", FAIL: "red", OPEN: "dim"}
     for c in audit["components"]:

@@ -33,7 +33,7 @@ def show(value: Any) -> None:
 def console() -> Any:
     from rich.console import Console
 
-    return Console()
+    return Console(width=None if sys.stdout.isatty() else 160)  # a pipe or file has no width of its own
 
 
 def say(line: str) -> None:
