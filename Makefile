@@ -11,7 +11,7 @@ TORCH := torch==2.13.0
 STAMP := .venv/eyas-installed
 TARGET := models/smollm2-135m/config.json
 
-.PHONY: setup target demo test lint engines clean
+.PHONY: setup target demo test test-engines engine-table lint engines clean
 
 setup: $(STAMP)
 
@@ -40,8 +40,17 @@ lint: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
+# llama.cpp's quick part is among these when its environment is there (make engines ENGINES=llamacpp, seconds).
 test: lint target
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest --ignore=tests/test_engines_vllm.py --ignore=tests/test_engines_sglang.py
+
+# Every fault and every integer in every engine whose environment is there.
+test-engines: engines
+	EYAS_ENGINES=all .venv/bin/python -m pytest tests/test_engines_*.py
+
+# Predicted against seen, tried anew in each of them and written into docs/engines.md
+engine-table: engines
+	.venv/bin/python tests/engines/faults.py
 
 # The real engines, each in an environment of its own: make engines, or make engines ENGINES="llamacpp openvino"
 engines: setup

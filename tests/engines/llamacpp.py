@@ -117,20 +117,25 @@ def serving(target: Path, draft: Path | None = None, k: int = 3, threads: int = 
             process.wait()
 
 
-def complete(url: str, prompt: list[int], new: int) -> dict:
-    """Greedy completion of token ids: {"tokens", "drafted", "accepted"}."""
+def complete(url: str, prompt: list[int], new: int, k: int = 3) -> dict:
+    """Greedy completion of token ids: {"tokens", "drafted", "accepted", "per_position"}; round by round from the stream."""
     body = {
         "prompt": prompt, "n_predict": new, "temperature": 0, "top_k": 1, "samplers": ["top_k"], "cache_prompt": False,
-        "ignore_eos": True, "return_tokens": True,
+        "ignore_eos": True, "return_tokens": True, "stream": True, "timings_per_token": True,
     }  # fmt: skip
     request = urllib.request.Request(
         f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
+    tokens, drafted, accepted, positions = [], 0, 0, [0] * k
     with urllib.request.urlopen(request, timeout=120) as answer:
-        result = json.loads(answer.read())
-    timings = result["timings"]
-    return {
-        "tokens": result["tokens"],
-        "drafted": timings.get("draft_n", 0),
-        "accepted": timings.get("draft_n_accepted", 0),
-    }
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            tokens += event.get("tokens", [])
+            timings = event.get("timings", {})
+            if timings.get("draft_n", 0) > drafted:  # a round has been verified
+                for position in range(timings["draft_n_accepted"] - accepted):
+                    positions[position] += 1
+                drafted, accepted = timings["draft_n"], timings["draft_n_accepted"]
+    return {"tokens": tokens, "drafted": drafted, "accepted": accepted, "per_position": positions}

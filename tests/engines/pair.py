@@ -7,6 +7,7 @@ from serving_parts import make_state
 
 from engines import reference
 from eyas.draft.config import draft_config_for
+from eyas.serving.canary import words_tokenizer
 from eyas.serving.export import export
 from eyas.target import read_target
 
@@ -32,7 +33,7 @@ class Pair:
         for layer in self.model.model.layers:  # every layer turns the stream, so that a wrong layer shows
             layer.mlp.down_proj.weight.data *= 4
         self.model.save_pretrained(folder / "target")
-        reference.bytes_tokenizer(folder / "target", VOCAB)
+        words_tokenizer(folder / "target", VOCAB)
         self.target = read_target(folder / "target")
         generator = torch.Generator().manual_seed(1)
         starts = torch.randint(3, VOCAB, (16, 6), generator=generator)

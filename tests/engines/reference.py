@@ -67,14 +67,14 @@ def speculate(
 
     short_end: the last round drafts only what is left minus one (llama.cpp); else always k (vLLM).
 
-    {"tokens": the new ids, "drafted": int, "accepted": int, "per_round": [accepted of each round]}
+    {"tokens": the new ids, "drafted": int, "accepted": int, "per_position": [rounds that kept the first i+1]}
     """
     tokens = list(prompt)
     layers = list(c["aux_layers"])
     _, logits = target_states(model, torch.tensor(tokens), layers)
     tokens.append(int(logits[-1].argmax()))
     drafted = accepted = 0
-    per_round: list[int] = []
+    per_position = [0] * k
     while len(tokens) - len(prompt) < new:
         want = min(k, new - (len(tokens) - len(prompt)) - 1) if short_end else k
         aux, _ = target_states(model, torch.tensor(tokens[:-1]), layers)
@@ -92,8 +92,10 @@ def speculate(
             right += 1
         tokens += [*chain[:right], truth[right]]
         drafted, accepted = drafted + len(chain), accepted + right
-        per_round.append(right)
-    return {"tokens": tokens[len(prompt) :][:new], "drafted": drafted, "accepted": accepted, "per_round": per_round}
+        per_position = [n + (i < right) for i, n in enumerate(per_position)]
+    return {
+        "tokens": tokens[len(prompt) :][:new], "drafted": drafted, "accepted": accepted, "per_position": per_position
+    }  # fmt: skip
 
 
 def teach(model, s: dict[str, Tensor], c: dict, texts: list[list[int]], steps: int = 100) -> dict[str, Tensor]:
@@ -116,17 +118,3 @@ def teach(model, s: dict[str, Tensor], c: dict, texts: list[list[int]], steps: i
         loss.backward()
         optimizer.step()
     return {n: t.detach() for n, t in s.items()}
-
-
-def bytes_tokenizer(folder, vocab: int) -> None:
-    """A Llama-style tokenizer of `vocab` ids: three specials and made-up words (no bytes: their text is not UTF-8)."""
-    from tokenizers import Tokenizer, decoders
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<unk>", "<s>", "</s>"]
-    words += [f"w{i}" for i in range(vocab - len(words))]
-    tokenizer = Tokenizer(BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    fast.save_pretrained(folder)

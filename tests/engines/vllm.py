@@ -19,15 +19,20 @@ def run(case):
     speculative = {"method": "eagle3", "model": case["draft"], "num_speculative_tokens": case["k"]} if case["draft"] else None
     llm = LLM(model=case["target"], dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8,
               disable_log_stats=False, seed=0, speculative_config=speculative)
-    answers = []
-    before = [0, 0, 0]
+    case["stage"] = "late"
+    answers, names = [], ("drafts", "draft_tokens", "accepted_tokens")
+    before, positions = [0, 0, 0], [0] * case["k"]
     for prompt in case["prompts"]:
         sampling = SamplingParams(temperature=0, max_tokens=case["new"], ignore_eos=True, detokenize=False)
         out = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         found = {m.name: m for m in llm.get_metrics()}
-        now = [int(found["vllm:spec_decode_num_" + n].value) for n in ("drafts", "draft_tokens", "accepted_tokens")] if speculative else before
-        answers.append({"tokens": list(out[0].outputs[0].token_ids), "drafted": now[1] - before[1], "accepted": now[2] - before[2]})
-        before = now
+        now = [int(found["vllm:spec_decode_num_" + n].value) for n in names] if speculative else before
+        there = list(found["vllm:spec_decode_num_accepted_tokens_per_pos"].values) if speculative else positions
+        answers.append({
+            "tokens": list(out[0].outputs[0].token_ids), "drafted": now[1] - before[1], "accepted": now[2] - before[2],
+            "per_position": [int(b - a) for a, b in zip(positions, there)],
+        })
+        before, positions = now, there
     return {"answers": answers}
 
 for line in sys.stdin:
@@ -38,7 +43,7 @@ for line in sys.stdin:
         try:
             result = run(case)
         except BaseException as error:
-            result = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+            result = {"error": f"{type(error).__name__}: {error}".splitlines()[0], "stage": case.get("stage", "load")}
         with open(case["log"] + ".json", "w") as file:
             json.dump(result, file)
         os._exit(0)
@@ -64,7 +69,7 @@ class Vllm:
         self.process.wait(60)
 
     def __call__(self, target: Path, draft: Path | None, prompts: list[list[int]], new: int, k: int, log: Path) -> dict:
-        """{"answers": [{"tokens", "drafted", "accepted"}]} or {"error": the first line}."""
+        """{"answers": [{"tokens", "drafted", "accepted", "per_position"}]} or {"error": a line, "stage": "load" | "late"}."""
         assert self.process.stdin is not None and self.process.stdout is not None
         case = {
             "target": str(target),

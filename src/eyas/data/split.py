@@ -26,9 +26,14 @@ _FACTORS = _RANDOM.integers(1, 2**63, (PERMUTATIONS, 1), np.uint64) | np.uint64(
 _TERMS = _RANDOM.integers(0, 2**63, (PERMUTATIONS, 1), np.uint64)
 
 
-def signature(turns: list[str]) -> np.ndarray:
-    """uint64 [32]: minhash of the word triples of all user turns; equal entries estimate the Jaccard similarity."""
-    words = ["0" if NUMBER.fullmatch(word) else word for word in " ".join(turns).casefold().split()]
+def signature(turns: list[str], numbers: bool = False) -> np.ndarray:
+    """uint64 [32]: minhash of the word triples of all user turns; equal entries estimate the Jaccard similarity.
+
+    `numbers`: whether numbers tell texts apart.
+    """
+    words = " ".join(turns).casefold().split()
+    if not numbers:
+        words = ["0" if NUMBER.fullmatch(word) else word for word in words]
     triples = {" ".join(words[i : i + 3]) for i in range(max(1, len(words) - 2))}
     hashes = np.fromiter((xxhash.xxh3_64_intdigest(t.encode()) for t in triples), np.uint64, len(triples))
     with np.errstate(over="ignore"):
@@ -36,7 +41,7 @@ def signature(turns: list[str]) -> np.ndarray:
     return (mixed ^ (mixed >> np.uint64(29))).min(axis=1)
 
 
-def clusters(conversations: Iterable[dict[str, Any]]) -> list[list[int]]:
+def clusters(conversations: Iterable[dict[str, Any]], numbers: bool = False) -> list[list[int]]:
     """Positions of the conversations, grouped by near-duplicate (transitively), in order of the first member."""
     parent: list[int] = []
 
@@ -51,7 +56,7 @@ def clusters(conversations: Iterable[dict[str, Any]]) -> list[list[int]]:
     signatures: list[np.ndarray] = []
     for i, conversation in enumerate(conversations):
         parent.append(i)
-        signatures.append(signature(conversation["turns"]))
+        signatures.append(signature(conversation["turns"], numbers))
         opening = " ".join(conversation["turns"][0].casefold().split())
         alike = {first_turns.setdefault(xxhash.xxh3_64_intdigest(opening.encode()), i)}
         for band, rows in enumerate(signatures[i].reshape(BANDS, -1)):
@@ -71,7 +76,8 @@ def split(conversations: list[dict[str, Any]], heldout: float = 0.1, seed: int =
     """{"train": ids, "heldout": ids}, each in the order given; together all ids, never one twice.
 
     Each category (a cluster counts for that of its first conversation) gives `heldout` of its conversations,
-    rounded, and at least one where it has two clusters. Depends on ids, texts and seed, not on the order of the rest.
+    rounded, and at least one where it has two clusters. Where nothing but numbers tells the conversations apart, numbers
+    count. Depends on ids, texts and seed, not on the order of the rest.
     Raises UsageError when nothing would be left on either side.
     """
     if not 0 < heldout < 1:
@@ -80,8 +86,25 @@ def split(conversations: list[dict[str, Any]], heldout: float = 0.1, seed: int =
     if len(set(ids)) != len(ids):
         twice = next(i for n, i in enumerate(ids) if i in ids[:n])
         raise UsageError(f"the conversation id {twice!r} is used twice; ids must be unique to split by them.")
+    chosen = _held(conversations, ids, heldout, seed, numbers=False)
+    if not 0 < len(chosen) < len(ids):
+        chosen = _held(conversations, ids, heldout, seed, numbers=True)
+    result = {
+        "train": [name for i, name in enumerate(ids) if i not in chosen],
+        "heldout": [name for i, name in enumerate(ids) if i in chosen],
+    }
+    if not result["train"] or not result["heldout"]:
+        raise UsageError(
+            f"{len(ids)} conversations cannot be split into training and held-out ones without near-duplicates on both "
+            "sides. Bring more, or more varied, conversations."
+        )
+    return result
+
+
+def _held(conversations: list[dict[str, Any]], ids: list[str], heldout: float, seed: int, numbers: bool) -> set[int]:
+    """Positions of the held-out conversations."""
     by_category: dict[str, list[list[int]]] = defaultdict(list)
-    for group in clusters(conversations):
+    for group in clusters(conversations, numbers):
         leader = min(group, key=lambda i: ids[i])
         by_category[conversations[leader].get("category") or ""].append(group)
     chosen: set[int] = set()
@@ -96,16 +119,7 @@ def split(conversations: list[dict[str, Any]], heldout: float = 0.1, seed: int =
                 taken += len(group)
         if not taken and wanted:  # every cluster is larger than the share: the smallest one then
             chosen.update(sorted(groups, key=len)[0])
-    result = {
-        "train": [name for i, name in enumerate(ids) if i not in chosen],
-        "heldout": [name for i, name in enumerate(ids) if i in chosen],
-    }
-    if not result["train"] or not result["heldout"]:
-        raise UsageError(
-            f"{len(ids)} conversations cannot be split into training and held-out ones without near-duplicates on both "
-            "sides. Bring more, or more varied, conversations."
-        )
-    return result
+    return chosen
 
 
 def save_split(parts: dict[str, list[str]], path: str | Path) -> None:

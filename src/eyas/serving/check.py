@@ -407,11 +407,16 @@ def _map(d: Draft, stored: StoredTensor, offsets: np.ndarray, size: int, vocab: 
     by_mask = chosen is not None and not agrees and np.array_equal(chosen, offsets)
     arange = len(offsets) > 2 and np.array_equal(offsets, places) and not agrees
     if by_mask or arange or (rising and outside):
-        yield Hit("D2T_ABSOLUTE", "d2t holds target ids, not offsets.", "Write d2t[i] = target id - i.", here)
+        yield Hit(
+            "D2T_ABSOLUTE" if outside else "D2T_ABSOLUTE:inside",
+            "d2t holds target ids, not offsets.",
+            "Write d2t[i] = target id - i.",
+            here,
+        )
         return
     if outside:
         bad = int(ids.max() if ids.max() >= vocab else ids.min())
-        yield Hit("D2T_FORM", f"d2t leads to token {bad}, outside the vocabulary of {vocab}.", fix, here)
+        yield Hit("D2T_FORM:range", f"d2t leads to token {bad}, outside the vocabulary of {vocab}.", fix, here)
     elif len(np.unique(ids)) != len(ids):
         yield Hit("D2T_FORM", "d2t leads two draft tokens to one target token.", fix, here)
     elif (np.diff(ids) <= 0).any():
@@ -513,7 +518,8 @@ def _flags(d: Draft) -> Iterator[Hit]:
                 tuple(bias),
             )
     if "fc.bias" in d.internal:
-        yield Hit("FC_BIAS", "There is an fc.bias.", "Train fc without bias.", (d.internal["fc.bias"].name,))
+        key = "FC_BIAS:flag" if c.get("bias") else "FC_BIAS"
+        yield Hit(key, "There is an fc.bias.", "Train fc without bias.", (d.internal["fc.bias"].name,))
     if c.get("model_type") != "qwen3" and "Qwen3" not in d.architecture:
         key = "QK_NORM"
         if norms := [x.name for n, x in d.internal.items() if n.endswith(("q_norm.weight", "k_norm.weight"))]:
@@ -635,7 +641,7 @@ def places(d: Draft, t: Target | None, engine: Engine) -> Shapes:
                 if bias:
                     shapes[f"{at}self_attn.{part}.bias"] = (count,)
             shapes[f"{at}self_attn.o_proj.weight"] = (hidden, heads * head)
-            if bias or (engine.name == "sglang" and (c.get("attention_bias") or c.get("bias"))):
+            if bias or (engine.name in ("sglang", "vllm") and (c.get("attention_bias") or c.get("bias"))):
                 shapes[f"{at}self_attn.o_proj.bias"] = (hidden,)
             if engine.name == "vllm" and (c.get("model_type") == "qwen3" or "Qwen3ForCausalLM" in d.architecture):
                 shapes |= {f"{at}self_attn.{n}.weight": (head,) for n in ("q_norm", "k_norm")}
@@ -740,16 +746,23 @@ def _shape(name: str, put: str, tensor: StoredTensor, expected: tuple[int, ...])
         return Hit(key, found, "Write the vocab_size and hidden_size of the embedding, or leave it out.", (name,))
     if put == "fc.weight":
         return Hit("NAUX_KEYS", found, 'Write "num_aux_hidden_states" and the layer ids.', (name,))
-    if put.endswith(("k_proj.weight", "v_proj.weight")):
-        return Hit("SHAPE:kv", found, "Correct num_key_value_heads and head_dim.", (name,))
+    if put.endswith("_proj.weight") and len(tensor.shape) == 2:
+        split = 1 if put.endswith(("o_proj.weight", "down_proj.weight")) else 0  # the side that is split over GPUs
+        if tensor.shape[1 - split] == expected[1 - split]:
+            grows = split or "mlp." in put
+            key = "SHAPE:part" if tensor.shape[split] > expected[split] else "SHAPE:pad" if grows else "SHAPE"
+            return Hit(key, found, "Correct heads, head_dim and intermediate_size in config.json.", (name,))
     return Hit("SHAPE", found, "Correct the sizes in config.json.", (name,))
 
 
 def _missing(d: Draft, shapes: Shapes, filled: set[str], engine: Engine) -> Iterator[Hit]:
     optional = {"embed_tokens.weight", "lm_head.weight", "d2t"}
-    unused = "hidden_norm" if engine.name == "vllm" else "input_layernorm"  # of layers beyond the first
+    unused = {"input_layernorm", "hidden_norm"} - {engine.later_norm}  # of layers beyond the first
     lost = [
-        name for name in shapes.keys() - filled - optional if not (unused in name and not name.startswith("layers.0."))
+        name
+        for name in shapes.keys() - filled - optional
+        if (name.startswith("layers.0.") or not unused.intersection(name.split(".")))
+        and not (engine.zero_bias and name.endswith(".bias"))
     ]
     if engine.name == "vllm" and (c := d.config.get("eagle_config")) and c.get("use_aux_hidden_state") is False:
         lost = [name for name in lost if name != "fc.weight"]

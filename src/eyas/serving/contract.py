@@ -3,6 +3,7 @@
 Nothing about an engine stands anywhere else. A draft's layers are physical outputs out(v), 0-based; `in(k) = out(k-1)`.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from eyas.target import Target
 Json = dict[str, Any]
 
 FLAGSHIP = "LlamaForCausalLMEagle3"
+LLAMA_LAYERS = 32  # LlamaConfig's default for num_hidden_layers
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Engine:
     norm_before_fc: str = ""  # where the flag is read: "either" | "top" | "nested" | "" (nowhere)
     norm_output: bool = False
     norm_before_residual: bool = False
+    zero_bias: bool = False  # a bias that no tensor fills is zeros, not uninitialised
+    later_norm: str = "hidden_norm"  # what normalises the input of decoder layers beyond the first
 
 
 def usual_layers(n: int) -> list[int]:
@@ -64,11 +68,12 @@ ENGINES: dict[str, Engine] = {
     for engine in (
         Engine(
             "sglang", "SGLang", "0.5.23", frozenset({FLAGSHIP}), False, "drops", "random", usual_layers,
-            fc_norm=True, norm_before_fc="either", norm_output=True,
+            fc_norm=True, norm_before_fc="either", norm_output=True, zero_bias=True,
         ),
         Engine(
             "vllm", "vLLM", "0.32.0", _VLLM_LLAMA, True, "raises", "random", usual_layers,
             own_embedding=True, fc_norm=True, norm_before_fc="either", norm_output=True, norm_before_residual=True,
+            later_norm="input_layernorm",
         ),
         Engine(
             "llamacpp", "llama.cpp", "b11434", _LLAMA, True, "raises", "raises", usual_layers,
@@ -85,6 +90,23 @@ ENGINES: dict[str, Engine] = {
     )
 }  # fmt: skip
 ALL = ("sglang", "vllm", "llamacpp", "openvino")  # what "all" means; "trtllm" was never run and must be named
+
+
+def serve_command(engine: str, target: str, draft: str, k: int) -> str:
+    """The command that serves a target with its draft, K tokens a round; llama.cpp and OpenVINO convert both first."""
+    speculative = json.dumps({"method": "eagle3", "model": draft, "num_speculative_tokens": k})
+    return {
+        "sglang": (
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path {draft} --speculative-num-steps {k} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {k + 1}"
+        ),
+        "vllm": f"vllm serve {target} --speculative-config '{speculative}'",
+        "llamacpp": (
+            f"llama-server -m {target}.gguf -md {draft}.gguf --spec-type draft-eagle3 --spec-draft-n-max {k} "
+            "--spec-draft-p-min 0"
+        ),
+    }.get(engine, "")
 
 
 # ---- auxiliary layers ------------------------------------------------------------------------------------------------
@@ -250,6 +272,7 @@ def place(engine: Engine, name: str, places: set[str]) -> str:
 # outcome: "raises" at load, "raises late" at the first token, "random" weights, "drops", "replaced", "differs", "harmless"
 Effect = tuple[str, str, str]
 _LOST = "acceptance falls to about 1.0, with no message"
+_PAST = "an index error (on a GPU an assertion of the device) as soon as it is drafted"
 
 
 def _everywhere(severity: str, outcome: str, text: str) -> dict[str, Effect]:
@@ -370,21 +393,25 @@ EFFECTS: dict[str, dict[str, Effect]] = {
     # vocabulary map
     "D2T_FORM": _everywhere("error", "differs", "the map leads to wrong or absent tokens")
     | {"llamacpp": ("error", "raises", "the converter checks range and uniqueness: ValueError")},
+    "D2T_FORM:range": _everywhere("error", "differs", f"drafts a token that does not exist; {_LOST}")
+    | dict.fromkeys(("sglang", "vllm"), ("error", "raises late", f"drafts a token that does not exist: {_PAST}"))
+    | {"llamacpp": ("error", "raises", "the converter checks range and uniqueness: ValueError")},
     "D2T_FORM:length": _everywhere("error", "differs", "the map does not cover the draft vocabulary")
+    | {"sglang": ("error", "raises late", f"drafts a token past the end of the map: {_PAST}")}
     | dict.fromkeys(("vllm", "llamacpp"), ("error", "raises", "asserts that the map has one entry per output row")),
     "D2T_FORM:dtype": _everywhere("error", "differs", "indexes with a float, which fails or leads astray")
+    | {"sglang": ("error", "raises late", "token ids become floats, which the embedding refuses at the first token")}
+    | {"vllm": ("warn", "harmless", "casts it to whole numbers")}
     | {"llamacpp": ("warn", "harmless", "the converter rounds it to whole numbers")},
     "D2T_FORM:config": _everywhere("error", "differs", "sizes the map by the config, not by the file")
     | {"vllm": ("error", "raises", "asserts that the map has draft_vocab_size entries")}
     | {"llamacpp": ("info", "harmless", "takes the sizes of the file")},
     "D2T_FORM:order": _everywhere("error", "differs", "pairs row i with token i + d2t[i]; training pairs them in order"),
-    "D2T_ABSOLUTE": {
-        "sglang": ("error", "differs", f"adds the draft id once more: wrong tokens or ids out of range; {_LOST}"),
-        "vllm": ("error", "raises late", f"adds the draft id once more: index error at the first token, or {_LOST}"),
-        "llamacpp": ("error", "raises", "the converter checks the range of the absolute ids: ValueError"),
-        "openvino": ("error", "differs", f"adds the draft id once more; {_LOST}"),
-        "trtllm": ("error", "differs", f"adds the draft id once more; {_LOST}"),
-    },
+    "D2T_ABSOLUTE": _everywhere("error", "differs", f"adds the draft id once more; {_LOST}")
+    | dict.fromkeys(("sglang", "vllm"), ("error", "raises late", f"adds the draft id once more: {_PAST}"))
+    | {"llamacpp": ("error", "raises", "the converter checks the range of the absolute ids: ValueError")},
+    "D2T_ABSOLUTE:inside": _everywhere("error", "differs", f"adds the draft id once more; {_LOST}")
+    | {"llamacpp": ("error", "raises", "the converter checks that the absolute ids are unique and in range: ValueError")},
     "D2T_T2D": _everywhere("warn", "harmless", "reads d2t only; t2d and d2t contradict each other, one is stale"),
     "D2T_MISSING": {
         "sglang": ("error", "differs", f"takes draft ids for target ids; {_LOST}"),
@@ -477,8 +504,10 @@ EFFECTS: dict[str, dict[str, Effect]] = {
     "EMBED_SHAPE:rows": _everywhere("error", "raises", "the shape is asserted at load")
     | {"llamacpp": ("warn", "harmless", "the converter cuts it to the target's vocabulary")},
     "SHAPE": _everywhere("error", "raises", "the shape is asserted at load"),
-    "SHAPE:kv": _everywhere("error", "raises", "the shape is asserted at load")
-    | {"vllm": ("error", "differs", f"may load a part of it; {_LOST}")},
+    "SHAPE:part": _everywhere("error", "raises", "the shape is asserted at load")
+    | dict.fromkeys(("sglang", "vllm"), ("error", "differs", f"takes the first part of it, with no message; {_LOST}")),
+    "SHAPE:pad": _everywhere("error", "raises", "the shape is asserted at load")
+    | {"sglang": ("error", "differs", f"fills it up with zeros, with no message; {_LOST}")},
     "TWICE": _everywhere("warn", "differs", "two stored tensors fill one place; the last one read wins"),
     "ADAPTER": _everywhere("error", "drops", "adapters are not applied; merge them into the weights"),
     # flags
@@ -500,26 +529,23 @@ EFFECTS: dict[str, dict[str, Effect]] = {
         "llamacpp": ("error", "differs", "ignores norm_output: only the first position stays right"),
         "openvino": ("error", "differs", "ignores norm_output: only the first position stays right"),
     },
-    "FLAG_TENSOR": {
-        "sglang": ("error", "drops", "drops the norm's tensor, since its flag is off; acceptance falls"),
-        "vllm": ("error", "drops", "drops the norm's tensor, since its flag is off; acceptance falls"),
-    },
-    "FLAG_TENSOR:fc_norm": {
-        "sglang": ("error", "drops", "drops the norm's tensor, since its flag is off; acceptance falls"),
-        "vllm": ("error", "raises", "ValueError: 'There is no module or parameter named fc_norm'"),
-    },
+    "FLAG_TENSOR": _everywhere("error", "drops", "drops the norm's tensor, since its flag is off; acceptance falls")
+    | {"llamacpp": ("error", "raises", "has no place for the norm's tensor while its flag is off: fails at load")},
+    "FLAG_TENSOR:fc_norm": _everywhere("error", "drops", "drops the norm's tensor, since its flag is off; acceptance falls")
+    | {"vllm": ("error", "raises", "ValueError: 'There is no module or parameter named fc_norm'")}
+    | {"llamacpp": ("error", "raises", "the converter raises: 'Can not map tensor'")},
     "QKV_BIAS": {
         "sglang": ("error", "drops", "builds q, k and v without bias and drops the tensors"),
         "llamacpp": ("error", "raises", "has no place for biases: fails at load"),
         "openvino": ("error", "drops", "drops the biases"),
     },
     "QKV_BIAS:flag": {"vllm": ("error", "drops", "drops the biases unless attention_bias is true")},
-    "FC_BIAS": {
-        "sglang": ("error", "drops", "drops fc.bias unless bias is true"),
+    "FC_BIAS": _everywhere("error", "drops", "drops fc.bias, since bias is not true")
+    | {"llamacpp": ("error", "raises", "the converter raises: 'Can not map tensor'")},
+    "FC_BIAS:flag": {
         "vllm": ("error", "drops", "drops fc.bias"),
         "llamacpp": ("error", "raises", "the converter raises: 'Can not map tensor'"),
         "openvino": ("error", "drops", "drops fc.bias"),
-        "trtllm": ("error", "drops", "drops fc.bias unless bias is true"),
     },
     "QK_NORM": {
         "sglang": ("error", "drops", "drops q_norm and k_norm without a word; acceptance falls"),
