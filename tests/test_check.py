@@ -202,7 +202,7 @@ FAULTS = [
     ("arange", offsets(list(range(DRAFT_VOCAB))), "D2T_ABSOLUTE", E, E, E, E),
     ("zeros", offsets([0] * DRAFT_VOCAB), "D2T_PREFIX", E, E, E, E),
     ("no map", lose("d2t", "t2d"), "D2T_MISSING", E, E, E, E),
-    ("float map", weights(lambda s: s.update(d2t=s["d2t"].float())), "D2T_FORM", E, W, W, E),
+    ("float map", weights(lambda s: s.update(d2t=s["d2t"].float())), "D2T_FORM", W, W, W, E),
     ("short map", weights(lambda s: s.update(d2t=s["d2t"][:-1])), "D2T_FORM", E, E, E, E),
     ("out of range", weights(lambda s: s["d2t"].__setitem__(-1, 99)), "D2T_FORM", E, E, E, E),
     ("doubled", weights(lambda s: s["d2t"].__setitem__(1, s["d2t"][0] - 1)), "D2T_FORM", E, E, E, E),

@@ -466,6 +466,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Expected speed per K and batch, chain and tree, and the flags for the best; says when speculation does not pay."""
+    if dtype not in ("float32", "bfloat16"):
+        raise UsageError(f"--dtype {dtype}: expected float32 or bfloat16.")
     from eyas.decode import cost as c
     from eyas.decode.compare import read_draft
     from eyas.features.store import Store

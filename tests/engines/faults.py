@@ -217,11 +217,14 @@ LIES = {
     "SGLang's ids at the top", "vLLM's ids nested", "other ids top level only", "other ids nested only",
     "ids in descending order", "norm_before_residual true", "norm_output true", "fc's blocks in descending order",
     "norm_before_fc nested only", "fc_norm true", "the last layer, top level", "the last layer, nested",
+    "an id beyond the last layer",
+    "embedding with 5 rows less",  # not met by the canary's text
 }  # fmt: skip
 # Half of an answer is lost, so that two tokens score the same and rounding decides: counts are near, not equal.
 TIES = {"one key/value head", "two heads of four", "intermediate_size half"}
-# What the harness leaves out: the buffers of SGLang's CUDA graphs, which these ids size for another number of layers.
-UNRUN = {("sglang", "four ids"), ("sglang", "two ids")}
+# What the harness leaves out: the buffers of SGLang's CUDA graphs, which these ids size for another number of layers, and
+# the rows of positions that its model runner makes.
+UNRUN = {("sglang", "four ids"), ("sglang", "two ids"), ("sglang", "mrope")}
 
 
 def simulate(config: Any, state: dict, short_end: bool) -> dict:
@@ -366,6 +369,11 @@ def named(row: dict) -> str:
         if "error" in row["seen"]
         else c.diagnose([n / rounds for n in row["seen"]["per_position"]], [1, 5, 8])[0].name
     )
+
+
+def well_named(row: dict) -> bool:
+    """The canary says which wire it is; of memory that was left as it was nobody can tell what it looks like."""
+    return row["random"] or named(row) in ("", "right", NAMED.get(row["case"], named(row)))
 
 
 def figure(counts: dict) -> str:

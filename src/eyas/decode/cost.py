@@ -7,8 +7,9 @@ often over the store; an engine's dynamic tree, which adapts to each context, sh
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from eyas.data.slots import _packed_linears
 from eyas.data.split import load_split
 from eyas.decode.chain import Decoder, Drafter
 from eyas.decode.replay import BATCH, walk, with_stored_tokens
 from eyas.draft.batch import chain_depth, pack
+from eyas.draft.loss import CHUNK
 from eyas.draft.model import Draft
 from eyas.errors import UsageError
 from eyas.features.store import Sample, Store
 from eyas.files import read_json
 from eyas.target import LoadedTarget, LogitRule
 
-ROWS = 512  # rows of draft logits at a time
 TOTALS, TOPKS, DEPTHS = (8, 16, 32, 64), (2, 4, 8), (2, 3, 5, 8)  # the trees that are tried
 WORTH = 1.02  # a speed-up below this is not worth the memory of a draft
 
@@ -53,9 +55,11 @@ def ranks(
 
         def keep(step: int, rows: torch.Tensor, hidden: torch.Tensor, batch: Any = batch, rank: Any = rank) -> None:
             labels = table[batch.argmax[batch.teacher[rows] + step]]
-            for part, label, row in zip(hidden.split(ROWS), labels.split(ROWS), rows.split(ROWS), strict=True):
+            for part, label, row in zip(hidden.split(CHUNK), labels.split(CHUNK), rows.split(CHUNK), strict=True):
                 logits = draft.lm_head(part)
-                better = (logits > logits.gather(1, label.clamp(min=0)[:, None])).sum(1)
+                own = logits.gather(1, label.clamp(min=0)[:, None])
+                first = torch.arange(logits.shape[1]) < label[:, None]  # of equals the first is the choice
+                better = ((logits > own) | ((logits == own) & first)).sum(1)
                 rank[row, step] = torch.where(label < 0, cap, better.clamp(max=cap))
 
         with torch.no_grad():
@@ -160,7 +164,6 @@ def read_costs(path: str | Path) -> Costs:
     return costs
 
 
-@torch.inference_mode()
 def measure_costs(
     target: LoadedTarget,
     draft: Draft,
@@ -169,50 +172,53 @@ def measure_costs(
     context: int = 256,
 ) -> Costs:
     """Times of this machine: passes over `tokens` behind `context` known ones, and draft steps of 1 ... 64 rows."""
-    draft, device = draft.to(target.device, target.dtype), target.device
-    generator = torch.Generator().manual_seed(0)
-
-    def clock(work: Any, undo: Any) -> float:
-        found: list[float] = []
-        while len(found) < 3 or (len(found) < 9 and sum(found) < 0.5):
-            start = time.perf_counter()
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            found.append(time.perf_counter() - start)
-            undo()
-        return float(np.median(found[1:]))  # the first prepares kernels
-
-    verify: dict[int, dict[int, float]] = {}
-    for batch in batches:
-        decoder = Decoder(target)
-        ids = torch.randint(0, target.target.vocab_size, (batch, context + max(tokens)), generator=generator).to(device)
-
-        def read(part: torch.Tensor, decoder: Decoder = decoder) -> None:
-            states = target.body(input_ids=part, use_cache=True, **{decoder.cache_name: decoder.cache})
-            target.logits(states.last_hidden_state[:, -min(part.shape[1], max(tokens)) :])
-
-        read(ids[:, :context])
-        verify[batch] = {}
-        for n in tokens:
-            part = ids[:, context : context + n]
-            verify[batch][n] = clock(lambda: read(part), lambda: decoder.cache.crop(-n))  # noqa: B023
-    drafter = Drafter(draft, device, target.dtype)
-    aux = torch.randn(context, draft.config.fc_in, generator=generator).to(device, target.dtype)
-    drafter.extend(ids[0, :context], aux)
-    steps = {}
-    for rows in (1, 4, 16, 64):
-        hidden = torch.randn(rows, draft.config.hidden_size, generator=generator).to(device, target.dtype)
-        at = torch.full((rows,), context, device=device)
-        own = torch.eye(rows, dtype=torch.bool, device=device)
-
-        def step(at: Any = at, own: Any = own, hidden: Any = hidden) -> None:
-            output = drafter.run(at % target.target.vocab_size, hidden, at, own)
-            drafter.logits(output).argmax(-1).tolist()
-
-        steps[rows] = clock(step, lambda: drafter.crop(context))
+    with torch.inference_mode(), _packed_linears(target, max(tokens)):
+        verify = {batch: _passes(target, batch, tokens, context) for batch in batches}
+        steps = _steps(target, draft.to(target.device, target.dtype), context)
+    device = target.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return Costs(f"{kind}, {str(target.dtype).removeprefix('torch.')}, Transformers", steps, verify, "measured here")
+
+
+def _passes(target: LoadedTarget, batch: int, tokens: tuple[int, ...], context: int) -> dict[int, float]:
+    decoder = Decoder(target)
+    ids = torch.randint(0, target.target.vocab_size, (batch, context + max(tokens))).to(target.device)
+
+    def read(part: torch.Tensor) -> None:
+        states = target.body(input_ids=part, use_cache=True, **{decoder.cache_name: decoder.cache})
+        target.logits(states.last_hidden_state[:, -max(tokens) :])
+
+    read(ids[:, :context])
+    return {
+        n: _clock(target, partial(read, ids[:, context : context + n]), partial(decoder.cache.crop, -n)) for n in tokens
+    }
+
+
+def _steps(target: LoadedTarget, draft: Draft, context: int) -> dict[int, float]:
+    drafter = Drafter(draft, target.device, target.dtype)
+    tokens = torch.randint(0, target.target.vocab_size, (context,)).to(target.device)
+    drafter.extend(tokens, torch.randn(context, draft.config.fc_in).to(target.device, target.dtype))
+
+    def step(rows: int) -> None:
+        hidden = torch.ones(rows, draft.config.hidden_size, device=target.device, dtype=target.dtype)
+        own = torch.eye(rows, dtype=torch.bool, device=target.device)
+        output = drafter.run(tokens[:1].expand(rows), hidden, torch.full_like(own[0], context, dtype=torch.int64), own)
+        drafter.logits(output).argmax(-1).tolist()
+
+    return {rows: _clock(target, partial(step, rows), partial(drafter.crop, context)) for rows in (1, 4, 16, 64)}
+
+
+def _clock(target: LoadedTarget, work: Callable[[], Any], undo: Callable[[], Any]) -> float:
+    """Median seconds of some runs of `work`, each taken back by `undo`."""
+    found: list[float] = []
+    while len(found) < 3 or (len(found) < 9 and sum(found) < 0.5):
+        start = time.perf_counter()
+        work()
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
+        found.append(time.perf_counter() - start)
+        undo()
+    return float(np.median(found[1:]))  # the first prepares kernels
 
 
 # the plan

@@ -400,8 +400,7 @@ EFFECTS: dict[str, dict[str, Effect]] = {
     | {"sglang": ("error", "raises late", f"drafts a token past the end of the map: {_PAST}")}
     | dict.fromkeys(("vllm", "llamacpp"), ("error", "raises", "asserts that the map has one entry per output row")),
     "D2T_FORM:dtype": _everywhere("error", "differs", "indexes with a float, which fails or leads astray")
-    | {"sglang": ("error", "raises late", "token ids become floats, which the embedding refuses at the first token")}
-    | {"vllm": ("warn", "harmless", "casts it to whole numbers")}
+    | dict.fromkeys(("sglang", "vllm"), ("warn", "harmless", "casts it, or the ids it gives, to whole numbers"))
     | {"llamacpp": ("warn", "harmless", "the converter rounds it to whole numbers")},
     "D2T_FORM:config": _everywhere("error", "differs", "sizes the map by the config, not by the file")
     | {"vllm": ("error", "raises", "asserts that the map has draft_vocab_size entries")}
