@@ -11,7 +11,7 @@ TORCH := torch==2.13.0
 STAMP := .venv/eyas-installed
 TARGET := models/smollm2-135m/config.json
 
-.PHONY: setup target demo test test-engines engine-table lint engines clean
+.PHONY: setup target demo test test-engines engine-table doctor-table lint engines clean
 
 setup: $(STAMP)
 
@@ -51,6 +51,10 @@ test-engines: engines
 # Predicted against seen, tried anew in each of them and written into docs/engines.md
 engine-table: engines
 	.venv/bin/python tests/engines/faults.py
+
+# What the doctor says of drafts broken on purpose, written into docs/doctor.md
+doctor-table: setup
+	.venv/bin/python tests/doctor_table.py
 
 # The real engines, each in an environment of its own: make engines, or make engines ENGINES="llamacpp openvino"
 engines: setup

@@ -3,12 +3,14 @@
     python benchmarks/prepare.py TARGET [--rows 20000] [--words 90]
 
 Prints one JSON object: prompts (read, render, tokenise, length filter) and imported conversations (read, render each
-turn's prompt, tokenise, prove the mask), for one-turn and three-turn conversations.
+turn's prompt, tokenise, prove the mask), for one-turn and three-turn conversations. Rows per second depend on what else
+the machine does, CPU time per row (of all processes together) hardly.
 """
 
 import argparse
 import json
 import random
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -47,6 +49,12 @@ def conversations(rows: int, turns: int, words: int, seed: int = 0):
         yield {"id": f"c{i}", "messages": talk}
 
 
+def cpu() -> float:
+    """Seconds of CPU time of this process and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("target")
@@ -65,9 +73,10 @@ def main() -> None:
             read = time.perf_counter()
             prepare_conversations([made], kept, template=template, max_tokens=4096)
             prompts = time.perf_counter()
+            spent = cpu()
             prepare_conversations([made], kept, answers=True)
             report = import_documents(read_lines(kept), template, out)
-            masked = time.perf_counter()
+            masked, spent = time.perf_counter(), cpu() - spent
             tokens = sum(len(document["tokens"]) for document in read_lines(out))
             result[f"{turns}_turns"] = {
                 "tokens_per_row": round(tokens / report.kept),
@@ -75,6 +84,7 @@ def main() -> None:
                 "prompt_rows_per_s": round(arguments.rows / (prompts - read)),
                 "mask_rows_per_s": round(arguments.rows / (masked - prompts)),
                 "mask_tokens_per_s": round(tokens / (masked - prompts)),
+                "mask_cpu_us_per_row": round(1e6 * spent / arguments.rows),
             }
     print(json.dumps(result))
 

@@ -1,13 +1,14 @@
 """The store against the layouts of its peers, on the same conversations: bytes, reading, and what each codec costs.
 
-    python benchmarks/store.py RUN/store [--samples 200]      (a store with a lossless codec)
+    python benchmarks/store.py RUN/store [--samples 200] [--tau]      (a store with a lossless codec)
 
 The peers' layouts are made again from what the store holds:
     speculators   one .safetensors a row: hidden_states [T, A+1, H] bf16, token_ids; every assistant turn is a row of its
                   own that repeats the whole conversation before it
     SpecForge     one .ckpt (torch.save) a conversation: input_ids, loss_mask, aux_hidden_state, hidden_state; also gzipped
 They keep the final state at every position. Where the store has none, the last auxiliary state stands in for it.
-Reads are of whole samples in random order, from the page cache, on one thread.
+Reads are of whole samples in random order, from the page cache, on one thread, and touch every cache line.
+With --tau the run's draft is replayed on its held-out conversations from a store in each codec.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -59,11 +60,11 @@ def write_peers(samples: list[Sample], folder: Path) -> dict[str, list[Path]]:
 
 
 def touch(value: object) -> None:
-    """Read every byte, so that a mapped file is not called fast for having read nothing."""
+    """Read from every cache line, so that a mapped file is not called fast for having read nothing."""
     if isinstance(value, torch.Tensor):
         value = value.view(torch.int16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
     if isinstance(value, np.ndarray):
-        value.reshape(-1).view(np.uint8).max(initial=0)
+        value.reshape(-1).view(np.uint8)[::64].max(initial=0)
 
 
 def seconds(read: Callable[[int], list], count: int, rounds: int = 3) -> float:
@@ -78,10 +79,42 @@ def seconds(read: Callable[[int], list], count: int, rounds: int = 3) -> float:
     return best / count
 
 
+def rewrite(samples: Iterable[Sample], source: Store, folder: Path, codec: str) -> None:
+    form = {name: source.meta[name] for name in ("layers", "hidden_size", "target")}
+    with StoreWriter(folder, **form, codec=codec) as writer:
+        for sample in samples:
+            writer.append(sample)
+        writer.finish()
+
+
+def tau_by_codec(source: Store, run: Path) -> dict[str, dict]:
+    """tau of the run's draft on its held-out conversations, chains of 4, their states in each codec."""
+    from eyas.data.split import load_split
+    from eyas.decode.replay import replay
+    from eyas.recipe import read_recipe
+    from eyas.target import read_target
+
+    target = read_target(read_recipe(run / "recipe.yaml").target)
+    ids = [name for name in load_split(run / "conversations" / "split.json")["heldout"] if name in set(source.ids)]
+    found = {}
+    for codec in CODECS:
+        with tempfile.TemporaryDirectory() as folder:
+            rewrite(map(source.read, ids), source, Path(folder), codec)
+            walk, figures = replay(run / "draft", target, Store(folder), 4, ids, "held-out conversations")
+        found[codec] = {
+            "tau": round(figures["tau"], 4),
+            "prompts": len(ids),
+            "tokens": walk.tokens,
+            "rounds": walk.rounds,
+        }
+    return found
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("store", type=Path)
     options.add_argument("--samples", type=int, default=200)
+    options.add_argument("--tau", action="store_true")
     given = options.parse_args()
     torch.set_num_threads(1)
     source = Store(given.store)
@@ -115,16 +148,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         for name in CODECS:
-            with StoreWriter(
-                folder / name,
-                layers=source.meta["layers"],
-                hidden_size=source.meta["hidden_size"],
-                target=source.meta["target"],
-                codec=name,
-            ) as writer:
-                for sample in samples:
-                    writer.append(sample)
-                writer.finish()
+            rewrite(samples, source, folder / name, name)
             size = sum(file.stat().st_size for file in (folder / name).iterdir())
             report["bytes_per_token"][f"eyas_{name}"] = round(size / tokens, 1)
 
@@ -155,6 +179,8 @@ def main() -> None:
     report["read_speed_over_the_quicker_peer"] = {
         name: round(quickest / read_ms[f"eyas_{name}"], 2) for name in ("bf16", "bf16z")
     }
+    if given.tau:
+        report["tau"] = tau_by_codec(source, given.store.parent)
     print(json.dumps(report, indent=2))
 
 

@@ -29,8 +29,9 @@ def prompts(count: int) -> list[dict]:
     return [several[i // 8] if i % 8 == 7 else single[i - i // 8] for i in range(count)]
 
 
-def sample_of(loaded: LoadedTarget, document: dict, layers: tuple[int, ...]) -> Sample:
-    """A document of `eyas generate` with its states, as a store would give it (bf16)."""
+def sample_of(loaded: LoadedTarget, document: dict, layers: tuple[int, ...], exact: bool = False) -> Sample:
+    """A document of `eyas generate` with its states, as a store would give it (bf16), or in float32."""
+    keep = (lambda states: states.float().numpy()) if exact else to_bits
     tokens, mask = torch.tensor(document["tokens"]), np.zeros(len(document["tokens"]), dtype=bool)
     for start, end in document["spans"]:
         mask[start:end] = True
@@ -42,8 +43,8 @@ def sample_of(loaded: LoadedTarget, document: dict, layers: tuple[int, ...]) -> 
         id=document["id"],
         tokens=tokens.numpy().astype(np.int32),
         supervised=mask,
-        aux=to_bits(states),
-        final=to_bits(out.hidden_states[-1][0][at]),
+        aux=keep(states),
+        final=keep(out.hidden_states[-1][0][at]),
         argmax=out.logits[0][at].argmax(-1).numpy().astype(np.int32),
     )
 

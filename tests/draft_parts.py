@@ -1,5 +1,8 @@
 """Parts for the draft's tests: random samples, and an independent slow draft (dense mask over K·T keys, float64)."""
 
+import json
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -73,6 +76,67 @@ def rotate(x, positions, theta, partial=1.0):
     return torch.cat([z.real, z.imag, x[..., d:]], -1)
 
 
+@cache
+def deepseek_angles(size: int, longest: int, rope: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Transformers' own cos and sin [longest, size / 2] for DeepSeek, YaRN's scaling included."""
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+
+    config = DeepseekV3Config(qk_rope_head_dim=size, max_position_embeddings=longest, rope_parameters=json.loads(rope))
+    cos, sin = DeepseekV3RotaryEmbedding(config)(torch.zeros(1), torch.arange(longest)[None])
+    return cos[0, :, : size // 2].double(), sin[0, :, : size // 2].double()
+
+
+def turn_pairs(x, positions, c):
+    """DeepSeek's rotary embedding: neighbours (x0, x1) as one complex number. x [n, heads, r]."""
+    cos, sin = deepseek_angles(c.qk_rope_head_dim, c.max_position_embeddings, json.dumps(c.rope_parameters))
+    z = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(z * torch.complex(cos, sin)[positions][:, None]).flatten(-2)
+
+
+def latent_scale(c):
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
+
+    return yarn_apply_mscale(c.rope_parameters, (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5)
+
+
+def latent_parts(w, p, c, x, positions):
+    """Latent attention's queries [n, heads, nope + rope], normed latents [n, r] and turned shared keys [n, rope]."""
+    nope, rank, eps = c.qk_nope_head_dim, c.kv_lora_rank, c.rms_norm_eps
+    if c.q_lora_rank:
+        low = rms(x @ w[p + "self_attn.q_a_proj.weight"].T, w[p + "self_attn.q_a_layernorm.weight"], eps)
+        q = low @ w[p + "self_attn.q_b_proj.weight"].T
+    else:
+        q = x @ w[p + "self_attn.q_proj.weight"].T
+    q = q.view(len(x), c.num_attention_heads, -1)
+    q = torch.cat([q[..., :nope], turn_pairs(q[..., nope:], positions, c)], -1)
+    both = x @ w[p + "self_attn.kv_a_proj_with_mqa.weight"].T
+    latent = rms(both[:, :rank], w[p + "self_attn.kv_a_layernorm.weight"], eps)
+    return q, latent, turn_pairs(both[:, None, rank:], positions, c)[:, 0]
+
+
+def latent_qkv(w, p, c, x, positions):
+    """The same with the keys and values [n, heads, ...] of every head."""
+    q, latent, shared = latent_parts(w, p, c, x, positions)
+    heads = (latent @ w[p + "self_attn.kv_b_proj.weight"].T).view(len(x), c.num_attention_heads, -1)
+    nope, v = heads[..., : c.qk_nope_head_dim], heads[..., c.qk_nope_head_dim :]
+    return q, torch.cat([nope, shared[:, None].expand(-1, c.num_attention_heads, -1)], -1), v
+
+
+def llama_qkv(w, p, c, x, positions):
+    """Rotated queries and keys, and values, [n, heads, d] and [n, kv, d]."""
+    proj = {}
+    for n in "qkv":
+        y = x @ w[p + f"self_attn.{n}_proj.weight"].T
+        if c.attention_bias:
+            y = y + w[p + f"self_attn.{n}_proj.bias"]
+        proj[n] = y.view(len(x), -1, c.head_dim)
+        if c.qk_norm and n != "v":
+            proj[n] = rms(proj[n], w[p + f"self_attn.{n}_norm.weight"], c.rms_norm_eps)
+    partial, theta = c.rope_parameters.get("partial_rotary_factor", 1.0), c.rope_parameters["rope_theta"]
+    return rotate(proj["q"], positions, theta, partial), rotate(proj["k"], positions, theta, partial), proj["v"]
+
+
 def slow_unroll(w, c: DraftConfig, sample: Sample, steps: int, head, kind="ce", decay=0.8, survivors=False, keep=False):
     """One document in float64: every row runs every step, K·T keys in one dense mask, loss summed over allowed pairs.
 
@@ -85,7 +149,8 @@ def slow_unroll(w, c: DraftConfig, sample: Sample, steps: int, head, kind="ce", 
     final = torch.from_numpy(sample.final.view(np.int16)).view(torch.bfloat16).double()
     teacher_at = {int(p): i for i, p in enumerate(teacher_positions(mask))}
     ids = torch.arange(c.draft_vocab_size) + w.get("d2t", 0)
-    eps, heads, kv, d = c.rms_norm_eps, c.num_attention_heads, c.num_key_value_heads, c.head_dim
+    eps, heads, kv = c.rms_norm_eps, c.num_attention_heads, c.num_key_value_heads
+    scale = latent_scale(c) if c.kv_lora_rank else c.head_dim**-0.5
     aux = bits
     if c.fc_norm:
         aux = torch.cat(
@@ -110,20 +175,9 @@ def slow_unroll(w, c: DraftConfig, sample: Sample, steps: int, head, kind="ce", 
                 x = torch.cat([rms(e, w[p + "input_layernorm.weight"], eps), normed], -1)
             else:
                 residual, x = h, rms(h, w[p + "input_layernorm.weight"], eps)
-            proj = {}
-            for n in "qkv":
-                y = x @ w[p + f"self_attn.{n}_proj.weight"].T
-                if c.attention_bias:
-                    y = y + w[p + f"self_attn.{n}_proj.bias"]
-                proj[n] = y.view(T, -1, d)
-            if c.qk_norm:
-                proj["q"] = rms(proj["q"], w[p + "self_attn.q_norm.weight"], eps)
-                proj["k"] = rms(proj["k"], w[p + "self_attn.k_norm.weight"], eps)
-            partial = c.rope_parameters.get("partial_rotary_factor", 1.0)
-            theta = c.rope_parameters["rope_theta"]
-            q, key = rotate(proj["q"], positions, theta, partial), rotate(proj["k"], positions, theta, partial)
+            q, key, value = (latent_qkv if c.kv_lora_rank else llama_qkv)(w, p, c, x, positions)
             memory[index][0].append(key)
-            memory[index][1].append(proj["v"])
+            memory[index][1].append(value)
             keys, values = torch.cat(memory[index][0]), torch.cat(memory[index][1])  # [(k+1)*T, kv, d]
             seen = torch.zeros(T, (k + 1) * T, dtype=torch.bool)
             for t in range(T):
@@ -132,7 +186,7 @@ def slow_unroll(w, c: DraftConfig, sample: Sample, steps: int, head, kind="ce", 
                 for j in range(1, k + 1):
                     seen[t, j * T + t] = True
             keys, values = keys.repeat_interleave(heads // kv, 1), values.repeat_interleave(heads // kv, 1)
-            scores = torch.einsum("qhd,khd->hqk", q, keys) / d**0.5
+            scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
             attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
             a = residual + attended.reshape(T, -1) @ w[p + "self_attn.o_proj.weight"].T
             m = rms(a, w[p + "post_attention_layernorm.weight"], eps)

@@ -33,6 +33,7 @@ class Imitation:
     ignore_eos: bool = False
     others: int = 0  # tokens that other clients get meanwhile, per request
     silent: bool = False  # counters switched off
+    dies: bool = False  # hangs up when asked for its counters
     status: int = 200
     answers: list[Answer] = field(default_factory=list)
     counters: Counter = field(default_factory=Counter)
@@ -129,6 +130,9 @@ def serving(imitation: Imitation):
             self.wfile.write(data)
 
         def do_GET(self) -> None:
+            if self.path == "/metrics" and imitation.dies:
+                self.close_connection = True
+                return None
             if self.path == "/metrics" and imitation.kind == "vllm" and not imitation.silent:
                 return self.send(200, imitation.metrics())
             value = imitation.get(self.path)

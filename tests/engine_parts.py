@@ -1,8 +1,7 @@
 """A draft served as an engine serves it: KV cache, one token at a time, greedy. Slow, float64, independent of the unroll."""
 
-import numpy as np
 import torch
-from draft_parts import rms, rotate
+from draft_parts import latent_parts, latent_scale, rms, rotate
 
 from eyas.draft.config import DraftConfig
 from eyas.features.store import Sample
@@ -35,33 +34,54 @@ class Engine:
                 normed = rms(h, w[p + "hidden_norm.weight"], eps)
                 x = torch.cat([rms(e, w[p + "input_layernorm.weight"], eps), normed])
                 residual = normed if c.norm_before_residual else h
-            heads = {}
-            for n in "qkv":
-                y = w[p + f"self_attn.{n}_proj.weight"] @ x
-                y = y + w[p + f"self_attn.{n}_proj.bias"] if c.attention_bias else y
-                y = y.view(1, -1, c.head_dim)
-                if c.qk_norm and n != "v":
-                    y = rms(y, w[p + f"self_attn.{n}_norm.weight"], eps)
-                if n != "v":
-                    partial = c.rope_parameters.get("partial_rotary_factor", 1.0)
-                    y = rotate(y, torch.tensor([position]), c.rope_parameters["rope_theta"], partial)
-                heads[n] = y[0]
-            keys.append(heads["k"])
-            values.append(heads["v"])
-            first = 0 if c.sliding_window is None else max(0, len(keys) - c.sliding_window)
-            group = c.num_attention_heads // c.num_key_value_heads
-            out = []
-            for head in range(c.num_attention_heads):
-                k = torch.stack([key[head // group] for key in keys[first:]])
-                v = torch.stack([value[head // group] for value in values[first:]])
-                out.append(((k @ heads["q"][head]) / c.head_dim**0.5).softmax(0) @ v)
-            a = residual + w[p + "self_attn.o_proj.weight"] @ torch.cat(out)
+            a = residual + w[p + "self_attn.o_proj.weight"] @ self._attend(p, x, position, keys, values)
             m = rms(a, w[p + "post_attention_layernorm.weight"], eps)
             gate = w[p + "mlp.gate_proj.weight"] @ m
             h = a + w[p + "mlp.down_proj.weight"] @ (gate * gate.sigmoid() * (w[p + "mlp.up_proj.weight"] @ m))
         normed = rms(h, w["norm.weight"], eps)
         best = int((w["lm_head.weight"] @ normed).argmax())
         return normed if c.norm_output else h, best + (int(w["d2t"][best]) if "d2t" in w else 0)
+
+    def _attend(self, p: str, x: torch.Tensor, position: int, keys: list, values: list) -> torch.Tensor:
+        """Heads' outputs for one row, which joins the cache."""
+        w, c, eps = self.w, self.c, self.c.rms_norm_eps
+        if c.kv_lora_rank:
+            return self._attend_latent(p, x, position, keys, values)
+        heads = {}
+        for n in "qkv":
+            y = w[p + f"self_attn.{n}_proj.weight"] @ x
+            y = y + w[p + f"self_attn.{n}_proj.bias"] if c.attention_bias else y
+            y = y.view(1, -1, c.head_dim)
+            if c.qk_norm and n != "v":
+                y = rms(y, w[p + f"self_attn.{n}_norm.weight"], eps)
+            if n != "v":
+                partial = c.rope_parameters.get("partial_rotary_factor", 1.0)
+                y = rotate(y, torch.tensor([position]), c.rope_parameters["rope_theta"], partial)
+            heads[n] = y[0]
+        keys.append(heads["k"])
+        values.append(heads["v"])
+        first = 0 if c.sliding_window is None else max(0, len(keys) - c.sliding_window)
+        group = c.num_attention_heads // c.num_key_value_heads
+        out = []
+        for head in range(c.num_attention_heads):
+            k = torch.stack([key[head // group] for key in keys[first:]])
+            v = torch.stack([value[head // group] for value in values[first:]])
+            out.append(((k @ heads["q"][head]) / c.head_dim**0.5).softmax(0) @ v)
+        return torch.cat(out)
+
+    def _attend_latent(self, p: str, x: torch.Tensor, position: int, latents: list, shared: list) -> torch.Tensor:
+        """As engines decode it: latents are what is cached and attended to, kv_b goes into queries and outputs."""
+        w, c = self.w, self.c
+        q, latent, key = latent_parts(w, p, c, x[None], torch.tensor([position]))
+        latents.append(latent[0])
+        shared.append(key[0])
+        up = w[p + "self_attn.kv_b_proj.weight"].view(c.num_attention_heads, -1, c.kv_lora_rank)
+        cached, turned, out = torch.stack(latents), torch.stack(shared), []
+        for head in range(c.num_attention_heads):
+            nope, rope = q[0, head, : c.qk_nope_head_dim], q[0, head, c.qk_nope_head_dim :]
+            scores = cached @ (nope @ up[head, : c.qk_nope_head_dim]) + turned @ rope
+            out.append(up[head, c.qk_nope_head_dim :] @ ((scores * latent_scale(c)).softmax(0) @ cached))
+        return torch.cat(out)
 
     def extend(self, token: int, aux: torch.Tensor, position: int) -> tuple[torch.Tensor, int]:
         return self._row(token, self._fuse(aux), position)
@@ -81,7 +101,10 @@ def serve(w: dict, c: DraftConfig, sample: Sample, k: int) -> list[tuple[int, in
     """Rounds (row, accepted) over one stored greedy conversation, span by span, as an engine would go through it."""
     w = {name: t.double() if t.is_floating_point() else t for name, t in w.items()}
     tokens = sample.tokens.tolist()
-    aux = torch.from_numpy(sample.aux.reshape(len(tokens), -1).view(np.int16)).view(torch.bfloat16).double()
+    aux = torch.from_numpy(sample.aux.reshape(len(tokens), -1))
+    if aux.dtype == torch.uint16:  # bit patterns of bfloat16
+        aux = aux.view(torch.bfloat16)
+    aux = aux.double()
     mask = sample.supervised
     rounds, engine, done = [], Engine(w, c), 0
     starts = [t for t in range(1, len(mask)) if mask[t] and not mask[t - 1]]

@@ -340,6 +340,18 @@ def test_map_other_than_the_vocabulary_stage(bench):
     refused(bench.before(), "not the map of the vocabulary stage")
 
 
+def test_map_of_the_first_ids_may_be_the_one_that_was_chosen(bench):
+    """Every real token of a padded vocabulary: ids 0 to Vd - 1, as in a map that was never filled."""
+    bench.draft.d2t.zero_()
+    bench.draft.t2d.copy_(torch.arange(96) < 40)
+    with torch.no_grad():
+        bench.teacher = bench.target.read_tensor("lm_head.weight")[:40].clone()
+        bench.draft.lm_head.weight.copy_(bench.teacher)
+    refused(bench.before(), "never filled")
+    bench.vocab["d2t"] = np.zeros(40, np.int64)
+    assert bench.before()["verdict"] == "go"
+
+
 def test_values_that_are_not_numbers(bench):
     bench.draft.fc.weight.data[0, 0] = torch.nan
     result = bench.before()
@@ -348,7 +360,7 @@ def test_values_that_are_not_numbers(bench):
 
 
 def test_what_is_told_of_the_vocabulary(bench):
-    bench.vocab |= {"coverage": 0.9, "untrained": 7}
+    bench.vocab |= {"coverage": 0.9, "untrained_rows": 7}
     notes = " ".join(bench.before()["notes"])
     assert "10.00%" in notes and "tau 4.70" in notes and "7 tokens" in notes
 
@@ -406,6 +418,28 @@ def test_checkpoint_with_nan_or_without_a_tensor(bench):
     result = audit.audit_after(initial, trained, FROZEN, None, bench.target, bench.config)
     refused(result, "norm.weight", "missing")
     refused(result, "d2t", "missing")
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps"])
+def test_export_with_another_config(bench, tmp_path, key):
+    """Nothing but the config tells an engine these, so the tensors may all be right."""
+    initial, trained = bench.train(1)
+    export(trained, bench.config, bench.target, tmp_path / "draft", provenance={})
+    file = tmp_path / "draft" / "config.json"
+    config = json.loads(file.read_text())
+    config[key] = 0.5
+    config["rope_parameters"] |= {key: 0.5} if key == "rope_theta" else {}
+    file.write_text(json.dumps(config))
+    result = audit.audit_after(initial, trained, FROZEN, tmp_path / "draft", bench.target, bench.config)
+    refused(result, "exported config differs", "rope_parameters" if key == "rope_theta" else key)
+
+
+def test_nothing_is_said_of_a_start_that_is_not_known(bench):
+    """After training nobody knows how the head began; a head that began at random must not be said to differ."""
+    torch.nn.init.normal_(bench.draft.lm_head.weight, std=0.02)
+    initial, trained = bench.train(1)
+    result = audit.audit_after(initial, trained, FROZEN, None, bench.target, bench.config)
+    assert not any("begins" in text for row in result["policy"]["conventions"] for text in row["differs"])
 
 
 def test_export_of_another_checkpoint(bench, tmp_path):

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -17,7 +18,7 @@ from eyas.data.conversations import (
     Malformed,
     Report,
     Seen,
-    Source,
+    batched,
     draw,
     parse_row,
     prepare_conversations,
@@ -225,21 +226,40 @@ def test_ids_are_unique_and_duplicates_go(tmp_path):
 
 
 def test_weights_and_limits_draw_by_id_not_by_place(tmp_path):
-    rows = [{"id": f"x{i}", "prompt": f"Question {i}"} for i in range(2000)]
+    rows = [{"id": f"x{i}", "category": ("maths", "code")[i % 2], "prompt": f"Question {i}"} for i in range(4000)]
     one, two = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
     write_lines(one, rows), write_lines(two, rows[::-1])
     kept = []
     for file in (one, two):
-        sources = [Source(file, "mine", weight=0.25)]
-        report = prepare_conversations(sources, tmp_path / "out.jsonl", limit=100, seed=3)
-        assert report.dropped["left out by weight"] + report.dropped["beyond the limit"] == 1900
-        assert 1400 < report.dropped["left out by weight"] < 1600 and report.categories == {"mine": 100}
+        weights = {"maths": 0.25, str(file): 0.5}  # the category's weight counts before its source's
+        report = prepare_conversations([file], tmp_path / "out.jsonl", weights=weights, limit=300, seed=3)
+        assert report.dropped["left out by weight"] + report.dropped["beyond the limit"] == 3700
+        assert 2400 < report.dropped["left out by weight"] < 2600 and report.scripts == {"LATIN": 300}
         kept.append([row["id"] for row in rows_of(tmp_path / "out.jsonl")])
     assert kept[0] == kept[1][::-1]
-    expected = sorted((row["id"] for row in rows), key=lambda name: draw(name, 3))[:100]
-    assert set(kept[0]) == set(expected)
-    with pytest.raises(UsageError, match="weight 2"):
-        prepare_conversations([Source(one, weight=2)], tmp_path / "out.jsonl")
+    chosen = [row["id"] for row in rows if draw(row["id"], 3) < (0.25 if row["category"] == "maths" else 0.5)]
+    assert set(kept[0]) == set(sorted(chosen, key=lambda name: draw(name, 3))[:300])
+    report = prepare_conversations([one], tmp_path / "out.jsonl", weights={"maths": 0})
+    assert report.categories == {"code": 2000}
+    with pytest.raises(UsageError, match="'maths' is 2, expected a share"):
+        prepare_conversations([one], tmp_path / "out.jsonl", weights={"maths": 2})
+    with pytest.raises(UsageError, match="'math' is neither a category"):
+        prepare_conversations([one], tmp_path / "out.jsonl", weights={"math": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hello", "LATIN"),
+        ("你好 OK", "CJK"),
+        ("Привет", "CYRILLIC"),
+        ("café", "LATIN"),
+        ("3 ≤ 4", "none"),
+        ("", "LATIN"),
+    ],
+)
+def test_scripts(text, expected):
+    assert module.script(text) == expected
 
 
 def test_the_template_and_the_length_filter(tmp_path):
@@ -311,3 +331,29 @@ def test_documents_that_are_none(tmp_path):
 
 def test_report_starts_empty():
     assert str(Report()) == "0 read, 0 kept, 0 dropped"
+
+
+def test_many_rows_are_worked_on_by_processes_in_order(monkeypatch):
+    monkeypatch.setattr(module, "MANY", 64)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    done = list(batched(iter(range(1000)), lambda part: [(2 * number, os.getpid()) for number in part], 7))
+    assert [number for part, _ in done for number in part] == list(range(1000))
+    assert [result for _, results in done for result, _ in results] == list(range(0, 2000, 2))
+    processes = {process for _, results in done for _, process in results}
+    assert len(processes) > 1 and os.getpid() not in processes
+    with pytest.raises(ZeroDivisionError):
+        list(batched(iter(range(1000)), lambda part: [1 // number for number in part]))
+    few = list(batched(iter(range(10)), lambda part: [os.getpid() for _ in part], 4))
+    assert [part for part, _ in few] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and few[0][1][0] == os.getpid()
+
+
+def test_imported_documents_are_the_same_from_one_process_and_from_many(tmp_path, monkeypatch):
+    template = ChatTemplate(make_tokenizer("qwen2_5"))
+    rows = imported(*(talk(f"Question {i}?", f"Answer {i}.", "And?", "x" * (i % 5)) for i in range(300)))
+    files = []
+    for many in (10_000, 50):
+        monkeypatch.setattr(module, "MANY", many)
+        files.append(tmp_path / f"{many}.jsonl")
+        report = import_documents(iter(rows), template, files[-1])
+        assert report.kept == 300 and report.notes["assistant turns not supervised"] == 60
+    assert files[0].read_bytes() == files[1].read_bytes()

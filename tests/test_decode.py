@@ -20,7 +20,7 @@ from eyas.data.prompts import read_prompts
 from eyas.data.template import ChatTemplate
 from eyas.decode.chain import Chain, Decoder, Drafter, Guess
 from eyas.decode.compare import acceptance, both_ways, converse, difference
-from eyas.decode.replay import accept
+from eyas.decode.replay import accept, accept_trees
 from eyas.decode.tree import Tree, depths, tree_mask
 from eyas.draft.config import draft_config_for
 from eyas.draft.model import Draft
@@ -138,28 +138,23 @@ def test_rounds_equal_an_engine_without_a_cache(pair, written, options):
     assert kept > 15
 
 
-class Stored(Decoder):
-    """Hands the draft its states as a store keeps them."""
-
-    def _read(self, *arguments):
-        logits, aux = super()._read(*arguments)
-        return logits, aux.bfloat16().float()
-
-
-@pytest.mark.parametrize("k", [1, 3, 6])
-def test_rounds_equal_replay_and_a_slow_engine(pair, written, taught, limits, monkeypatch, k):
+@pytest.mark.parametrize("shape", [1, 3, 6, TREE], ids=["1", "3", "6", "tree"])
+def test_rounds_equal_replay_and_a_slow_engine(pair, written, taught, limits, shape):
     """Starts and kept tokens of every round, through all turns, up to an end token or the limit."""
-    monkeypatch.setattr("eyas.decode.compare.Decoder", Stored)
-    pairs = both_ways(prompts(40), pair.loaded, taught, Chain(k), pair.template, limits)
-    decoded = acceptance(pairs, k)
-    samples = [sample_of(pair.loaded, document, (0, 2, 4)) for document in written[:40]]
-    replayed = accept(taught, samples, k, to_draft_ids(taught), torch.float32)
+    chain = isinstance(shape, int)
+    pairs = both_ways(prompts(40), pair.loaded, taught, Chain(shape) if chain else shape, pair.template, limits)
+    decoded = acceptance(pairs, shape if chain else shape.depth)
+    samples = [sample_of(pair.loaded, document, (0, 2, 4), exact=True) for document in written[:40]]
+    if chain:
+        replayed = accept(taught, samples, shape, to_draft_ids(taught), torch.float32)
+    else:
+        replayed = accept_trees(taught, samples, shape, torch.float32)
     for one, other in zip(decoded.conversations, replayed.conversations, strict=True):
         assert (one.id, one.tokens, one.starts, one.accepted) == (other.id, other.tokens, other.starts, other.accepted)
     assert decoded.accepted > 50 and decoded.per_position == replayed.per_position
-    for at in (0, 1, 7):
+    for at in (0, 1, 7) if chain else ():
         one = decoded.conversations[at]
-        rounds = serve(taught.state_dict(), taught.config, samples[at], k)
+        rounds = serve(taught.state_dict(), taught.config, samples[at], shape)
         assert list(zip(one.starts, one.accepted, strict=True)) == rounds
 
 

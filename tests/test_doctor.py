@@ -13,6 +13,7 @@ from conftest import save_tiny_target
 from safetensors.torch import load_file, save_file
 
 from eyas.doctor import case_from, examine
+from eyas.errors import UsageError
 
 
 def run(folder: Path, target: Path, **changes) -> Path:
@@ -67,11 +68,11 @@ class Broken:
         return self.target
 
     def examined(self) -> dict:
-        o = self.options
-        case = case_from(
-            self.trained, self.folder / "draft", str(self.target), o.get("engine"), o.get("launch"), None, self.measured
-        )
-        return examine(case)
+        o, measured = self.options, self.folder / "measured.json" if self.measured else None
+        if measured:
+            measured.write_text(json.dumps(self.measured))
+        draft, target = self.folder / "draft", str(self.target)
+        return examine(case_from(self.trained, draft, target, o.get("engine"), o.get("launch"), None, measured))
 
 
 def dropped(b: Broken) -> None:
@@ -108,6 +109,10 @@ def missing(b: Broken) -> None:
     b.tensors(lambda s: {n: t for n, t in s.items() if n not in ("d2t", "t2d")})
 
 
+def short(b: Broken) -> None:
+    b.tensors(lambda s: s | {"d2t": s["d2t"][:-1]})
+
+
 def regenerated(b: Broken) -> None:
     def change(s):
         size = len(s["d2t"])
@@ -129,6 +134,18 @@ def head(b: Broken) -> None:
 def embedding(b: Broken) -> None:
     b.options["engine"] = "vllm"
     b.tensors(lambda s: s | {"embed_tokens.weight": torch.randn(300, 64) * 0.02})
+
+
+def trained_away(b: Broken) -> None:
+    from eyas.target import read_target
+
+    b.options["engine"] = "vllm"
+    own = read_target(b.target).read_tensor("model.embed_tokens.weight")
+    b.tensors(lambda s: s | {"embed_tokens.weight": own + 0.3 * own.std() * torch.randn(own.shape)})
+
+
+def bypassed(b: Broken) -> None:
+    b.config(lambda c: c.update(eagle_config=c.get("eagle_config", {}) | {"use_aux_hidden_state": False}))
 
 
 def norm(b: Broken) -> None:
@@ -189,9 +206,12 @@ CASES = {
     layers: "auxiliary layers differ",
     absolute: "vocabulary map",
     missing: "vocabulary map",
+    short: "vocabulary map",
     regenerated: "vocabulary map",
     head: "head replaced",
     embedding: "embedding",
+    trained_away: "embedding",
+    bypassed: "fc bypassed",
     norm: "norm placement",
     rope: "RoPE differs",
     template: "chat template differs",
@@ -226,6 +246,87 @@ def test_a_sound_draft_has_no_fault(trained, tiny_target, tmp_path):
         assert {cause["cause"] for cause in found["causes"]} <= {"little data"}, found
         assert any("nothing is lost in loading" in line for line in found["checked"]), found
         assert any("bit for bit" in line for line in found["checked"])
+
+
+def test_the_same_draft_in_another_layout_has_no_fault(trained, tiny_target, tmp_path):
+    from eyas.serving.export import export, load_draft
+    from eyas.target import read_target
+
+    target = read_target(tiny_target)
+    config, state = load_draft(trained / "draft", target)
+    export(state, config, target, tmp_path / "draft", provenance={}, layout="speculators", embed=True)
+    found = examine(case_from(trained, tmp_path / "draft", str(tiny_target), None, None, None, None))
+    assert {cause["cause"] for cause in found["causes"]} <= {"little data"}, found
+    assert any("bit for bit" in line for line in found["checked"])
+
+
+def measured(trained, tiny_target, folder, tau: float, data: str, **changes) -> dict:
+    protocol = {"k": 3, "data": data, "prompts": 12, "temperature": 0.0, "shape": "chain"} | changes
+    (folder / "measured.json").write_text(json.dumps({"tau": tau, "protocol": protocol}))
+    return examine(case_from(trained, None, str(tiny_target), None, None, None, folder / "measured.json"))
+
+
+def test_a_figure_that_nothing_explains_is_said_to_be_so(trained, tiny_target, tmp_path):
+    """Fewer tokens accepted on the very conversations of the replay: something is wrong, though no file shows it."""
+    low = measured(trained, tiny_target, tmp_path, 1.0, "held-out conversations")
+    assert [c for c in low["causes"] if c["cause"] == "not explained"], low
+    high = measured(trained, tiny_target, tmp_path, 3.9, "held-out conversations")
+    assert any("it is no less" in line for line in high["checked"]), high
+    assert not any("agree" in line for line in low["checked"] + high["checked"])
+    warm = measured(trained, tiny_target, tmp_path, 1.0, "held-out conversations", temperature=0.7)
+    assert any("temperature 0.7" in line for cause in warm["causes"] for line in cause["evidence"]), warm
+
+
+def test_a_tree_is_compared_with_trees(trained, tiny_target, tmp_path):
+    """Of more guesses at once more are right, so that a chain's figure would agree with one that is too low."""
+    from eyas.decode.replay import replay
+    from eyas.decode.tree import Tree
+    from eyas.features.store import Store
+    from eyas.target import read_target
+
+    parts = json.loads((trained / "conversations" / "split.json").read_text())
+    tree = {"total": 12, "depth": 3, "topk": 4}
+    store, target = Store(trained / "store"), read_target(tiny_target)
+    wanted = replay(trained / "draft", target, store, Tree(**tree), parts["heldout"], "")[1]["tau"]
+    found = measured(trained, tiny_target, tmp_path, 1.0, "held-out conversations", shape="tree", tree=tree)
+    assert any(f"replayed {wanted:.2f}" in line for cause in found["causes"] for line in cause["evidence"]), found
+
+
+def test_nothing_is_proved_by_no_conversations(trained, tiny_target, tmp_path):
+    """A store without the held-out conversations: their replay would be a tau of 1.0, and agree with any figure."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    file = run / "conversations" / "split.json"
+    parts = json.loads(file.read_text())
+    file.write_text(json.dumps({"train": parts["train"], "heldout": ["gone"]}))
+    (tmp_path / "measured.json").write_text(json.dumps({"tau": 1.5, "protocol": {"k": 3}}))
+    found = examine(case_from(run, None, str(tiny_target), "sglang", None, None, tmp_path / "measured.json"))
+    assert not any("tau" in line for line in found["checked"]), found
+
+
+def test_a_torn_log_is_read(trained, tiny_target, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    with open(run / "train" / "log.jsonl", "a") as log:
+        log.write('{"step": 9')
+    before, after = (examine(case_from(r, None, str(tiny_target), None, None, None, None)) for r in (trained, run))
+    assert after["causes"] == before["causes"]
+
+
+def test_what_cannot_be_read_is_one_sentence(trained, tmp_path):
+    def case(**options):
+        names = ("draft", "target", "engine", "launch", "log", "measured")
+        return case_from(trained, *(options.get(name) for name in names))
+
+    (tmp_path / "other.json").write_text("[1]")
+    with pytest.raises(UsageError, match="no such file"):
+        case(log=tmp_path / "nowhere.log")
+    with pytest.raises(UsageError, match="not a shell command"):
+        case(launch="vllm serve 'x")
+    with pytest.raises(UsageError, match="no tau"):
+        case(measured=tmp_path / "other.json")
+    found = examine(case(launch="sglang --speculative-algorithm EAGLE3 --chat-template-kwargs {x"))
+    assert any("no JSON object" in line for cause in found["causes"] for line in cause["evidence"])
 
 
 def test_too_small_a_vocabulary_is_named(tmp_path, tiny_target):

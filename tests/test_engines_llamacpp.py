@@ -3,6 +3,7 @@
 Also: our GGUF holds what llama.cpp's own converter writes, and the converter's verdicts are those that check predicts.
 """
 
+import json
 import os
 
 import numpy as np
@@ -13,6 +14,8 @@ from engines.pair import DRAFT_VOCAB, PROMPTS, VOCAB, Pair
 from serving_parts import make_state
 
 from eyas.draft.config import draft_config_for
+from eyas.errors import EyasError, UsageError
+from eyas.serving import canary as c
 from eyas.serving.check import check
 from eyas.serving.export import export
 from eyas.serving.llamacpp import export_gguf
@@ -125,17 +128,16 @@ def test_what_was_predicted_is_what_llamacpp_does(canary, name):
     assert faults.well_named(row), faults.named(row)
 
 
-def test_the_canary_asks_a_real_server(canary, tmp_path):
-    """eyas canary --url, against llama-server with one drafted token a round: whole, and with another wire."""
-    from eyas.serving import canary as c
-
-    target = canary.folder / "target"
+def test_the_canary_starts_asks_and_stops_a_real_server(canary, tmp_path):
+    """What eyas canary --run does, with llama-server and one drafted token a round: whole, and with another wire."""
+    said = json.loads((canary.folder / "canary.json").read_text())
     with llamacpp.Converter() as convert:
-        for name, wire in (("nothing", "right"), ("no map", ""), ("ids in descending order", "order")):
-            said = convert(canary.broken(name), tmp_path / "d.gguf", target)
-            if not wire:
-                assert said  # llama.cpp refuses it
-                continue
-            with llamacpp.serving(canary.folder / "target.gguf", tmp_path / "d.gguf", 1) as url:
-                rates = c.ask("llamacpp", url, canary.prompt)
+        for name, wire in (("nothing", "right"), ("ids in descending order", "order")):
+            assert convert(canary.broken(name), canary.folder / "draft.gguf", canary.folder / "target") == ""
+            with c.serving(said, f"{llamacpp.server()} -fa off -ctk f32 -ctv f32", tmp_path / "log") as url:
+                rates = c.ask("llamacpp", url, said["prompt"])
             assert len(rates) == 1 and c.diagnose(rates, [1, 5, 8])[0].name == wire
+    with pytest.raises(EyasError, match="ended before it answered"), c.serving(said, "false", tmp_path / "log"):
+        pass
+    with pytest.raises(UsageError, match="cannot be started"), c.serving(said, "no-such-program", tmp_path / "log"):
+        pass

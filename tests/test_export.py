@@ -188,7 +188,7 @@ def test_a_draft_that_does_not_fit_its_config_is_refused(target, tmp_path):
         load_draft(out, target)
     out = make_draft(tmp_path / "e", target)
     edit(out, config=lambda c: c.update(num_key_value_heads=4))
-    with pytest.raises(UsageError, match="wrong shape"):
+    with pytest.raises(UsageError, match="of another shape"):
         load_draft(out, target)
 
 

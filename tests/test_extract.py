@@ -118,7 +118,7 @@ def test_a_partly_filled_store_ends_bit_for_bit_the_same(
     import eyas.features.extract as module
 
     calls = 0
-    original = module._finite
+    original = module.check_finite
 
     def stop(sample: object) -> None:
         nonlocal calls
@@ -128,7 +128,7 @@ def test_a_partly_filled_store_ends_bit_for_bit_the_same(
         original(sample)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_finite", stop)
+        patch.setattr(module, "check_finite", stop)
         with pytest.raises(KeyboardInterrupt):
             extract(documents, target, tmp_path / "s", **options)
     assert 0 < len(Store(tmp_path / "s")) < 9 and not health.info(tmp_path / "s")["complete"]

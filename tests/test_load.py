@@ -324,20 +324,20 @@ class Store:
 
 
 def test_replay_as_an_engine(target, tmp_path):
-    from eyas.run import replay_draft
+    from eyas.decode.replay import replay
 
     folder = make_draft(tmp_path / "d", target)
     narrow, wide = Store([1, 5, 8], HIDDEN, VOCAB), Store([1, 2, 5, 6, 8, 9], HIDDEN, VOCAB)
     for name, sample in narrow.samples.items():  # the wide store holds the narrow one's layers among others
         wide.samples[name].tokens[:] = sample.tokens
         wide.samples[name].aux[:, [0, 2, 4]] = sample.aux
-    own = replay_draft(folder, target, narrow, 3, ["0", "1", "2"], "three")[1]
-    found = replay_draft(folder, target, narrow, 3, ["0", "1", "2"], "three", "sglang")[1]
+    own = replay(folder, target, narrow, 3, ["0", "1", "2"], "three")[1]
+    found = replay(folder, target, narrow, 3, ["0", "1", "2"], "three", "sglang")[1]
     assert found["protocol"]["loaded_as"] == "as SGLang" and own["protocol"]["loaded_as"] == "own"
-    assert replay_draft(folder, target, wide, 3, ["0", "1", "2"], "three", "vllm")[1]["rounds"] == own["rounds"]
+    assert replay(folder, target, wide, 3, ["0", "1", "2"], "three", "vllm")[1]["rounds"] == own["rounds"]
     assert found["tau"] == own["tau"] and found["notes"] == []
     with pytest.raises(UsageError, match=r"OpenVINO GenAI gives it layers \[2, 6, 9\].*lacks \[2, 6, 9\]"):
-        replay_draft(folder, target, narrow, 3, ["0"], "one", "openvino")
-    assert replay_draft(folder, target, wide, 3, ["0", "1", "2"], "three", "openvino")[1]["notes"]
+        replay(folder, target, narrow, 3, ["0"], "one", "openvino")
+    assert replay(folder, target, wide, 3, ["0", "1", "2"], "three", "openvino")[1]["notes"]
     edit(folder, tensors=lambda s: s["d2t"].__setitem__(-1, 999))  # leads out of the vocabulary: never right
-    replay_draft(folder, target, narrow, 3, ["0"], "one", "trtllm")
+    replay(folder, target, narrow, 3, ["0"], "one", "trtllm")

@@ -164,6 +164,8 @@ def test_servers_that_fail(serve, place):
         nobody = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with pytest.raises(EyasError, match=r"no answer.*running"):
         ask("vllm", nobody, place)
+    with pytest.raises(EyasError, match=r"metrics: no answer.*running"):
+        ask("vllm", serve("vllm", dies=True)[0], place)
     with pytest.raises(EyasError, match=r"503.*concurrency"):
         ask("vllm", serve("vllm", status=503)[0], place)
     with pytest.raises(EyasError, match=r"404.*--engine"):

@@ -1,10 +1,9 @@
 """Several ranks train as one: the same curve to rounding, the same bits after a kill, and on with another number of ranks."""
 
-import contextlib
 import json
 import os
+import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -15,10 +14,14 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from train_parts import finish, kill, log_lines, losses, newest, same_bits, start, state
 
+from eyas.recipe import read_recipe
+from eyas.run import Run, run_all
 from eyas.train import checkpoint
 from eyas.train.parallel import share
+
+WAYS = {"1": (1, False), "2": (2, False), "4": (4, False), "2 sharded": (2, True), "4 sharded": (4, True)}
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=30), st.integers(1, 6), st.randoms())
@@ -33,15 +36,15 @@ def test_ranks_share_a_batch_without_loss_or_repeat(lengths, size, random):
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory, tiny_target) -> Path:
-    """A folder with recipe.yaml and a run that stands before its training."""
+def recipe(tmp_path_factory, tiny_target) -> Path:
+    """The recipe of a run that stands before its training."""
     folder = tmp_path_factory.mktemp("ranks")
     prompts = [{"id": f"p{i}", "category": "a", "turns": [f"Say {i} words about number {i * 7}."]} for i in range(40)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
-    recipe = {
+    value = {
         "target": str(tiny_target),
-        "run": "run",
-        "conversations": {"path": "prompts.jsonl", "heldout": 0.2},
+        "run": str(folder / "run"),
+        "conversations": {"path": str(folder / "prompts.jsonl"), "heldout": 0.2},
         "generate": {"max_new_tokens": 24, "slots": 8},
         "vocab": {"size": 200},
         "train": {
@@ -53,102 +56,139 @@ def prepared(tmp_path_factory, tiny_target) -> Path:
             "lr": 1e-3,
         },
     }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    run([sys.executable, "-m", "eyas", "run", "recipe.yaml", "--until", "audit"], folder)
-    return folder
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(value))
+    run_all(Run(read_recipe(folder / "recipe.yaml")), until="audit")
+    return folder / "recipe.yaml"
 
 
-def run(command: list[str], folder: Path) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=quiet())
+@pytest.fixture(scope="module")
+def trained(recipe, tmp_path_factory) -> dict[str, Path]:
+    """Where each way of training left its log and checkpoints."""
+    folder = tmp_path_factory.mktemp("trained")
+    for name, (ranks, shard) in WAYS.items():
+        finish(start(recipe, folder / name, ranks, shard=shard))
+    return {name: folder / name for name in WAYS}
+
+
+def test_any_number_of_ranks_gives_the_same_curve_whole_or_sharded(trained):
+    curves = {name: losses(out) for name, out in trained.items()}
+    print("\n| step | " + " | ".join(curves) + " |\n|--:|" + "--:|" * len(curves))
+    for step, row in enumerate(zip(*curves.values(), strict=True), 1):
+        print(f"| {step} | " + " | ".join(f"{loss:.6f}" for loss in row) + " |")
+    alone = curves["1"]
+    print("largest difference:", {n: max(abs(a / b - 1) for a, b in zip(c, alone, strict=True)) for n, c in curves.items()})  # fmt: skip
+    assert len(alone) > 8 and alone[-1] < alone[0]
+    for name, out in trained.items():
+        assert curves[name] == pytest.approx(alone, rel=2e-5)
+        for key, tensor in state(trained["1"]).items():
+            if key.startswith("model"):
+                torch.testing.assert_close(state(out)[key], tensor, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_two_killed_ranks_resume_with_the_same_bits(recipe, trained, tmp_path, shard):
+    log = tmp_path / "log.jsonl"
+    for after in (3, 7):
+        jobs = start(recipe, tmp_path, 2, shard=shard)
+        while any(job.is_alive() for job in jobs) and not (log.exists() and len(log.read_text().splitlines()) > after):
+            time.sleep(0.005)
+        kill(jobs)
+    finish(start(recipe, tmp_path, 2, shard=shard))
+    straight = trained["2 sharded" if shard else "2"]
+    assert log_lines(tmp_path) == log_lines(straight) and same_bits(tmp_path, straight)
+
+
+def test_other_ranks_go_on_where_these_stood(recipe, trained, tmp_path):
+    """Four that share their masters, then one, then two that share: every step once, on the same documents."""
+    for ranks, count in ((4, 4), (1, 8)):
+        jobs = start(recipe, tmp_path, ranks, shard=True)
+        while any(job.is_alive() for job in jobs) and not (
+            (found := checkpoint.steps(tmp_path / "checkpoints")) and int(found[-1].name[-8:]) >= count
+        ):
+            time.sleep(0.005)
+        kill(jobs)
+    finish(start(recipe, tmp_path, 2, shard=True))
+    assert losses(tmp_path) == pytest.approx(losses(trained["1"]), rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "rounding"),
+    [({"compute_dtype": "bfloat16"}, 1e-5), ({"optimizer": "muon"}, 2e-3)],  # Muon's products are bf16, cut differently
+)
+def test_shards_train_as_copies_do(recipe, tmp_path, change, rounding):
+    for name, shard in (("whole", False), ("sharded", True)):
+        finish(start(recipe, tmp_path / name, 2, shard=shard, epochs=1, **change))
+    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "whole"), rel=rounding)
+
+
+def test_killed_at_twenty_random_instants_nothing_is_lost(recipe, tmp_path):
+    """SIGKILL, often while a checkpoint is being written: each start goes on from the newest complete one."""
+    chance = random.Random(8)
+    straight, out, stood, saving = tmp_path / "straight", tmp_path / "out", 0, 0
+    long = {"save_every": 1, "epochs": 14}
+    finish(start(recipe, straight, **long))
+    folder = out / "checkpoints"
+    for number in range(1, 21):
+        jobs = start(recipe, out, **long)
+        goal = stood + chance.randint(1, 3)
+        while jobs[0].is_alive() and _newest(folder) < goal:
+            time.sleep(0.001)
+        if number % 2:  # in the middle of the next one
+            while jobs[0].is_alive() and not [*folder.glob(".step-*")]:
+                pass
+        time.sleep(chance.uniform(0, 0.02))
+        assert jobs[0].is_alive(), "it ended before the last kill"
+        kill(jobs)
+        half, newest_now = len([*folder.glob(".step-*")]), _newest(folder)
+        print(f"kill {number:2}: began at step {stood:2}, newest complete {newest_now:2}, half-written {half}")
+        assert newest_now >= goal, "a checkpoint that stood is gone"
+        stood, saving = newest_now, saving + (half > 0)
+    finish(start(recipe, out, **long))
+    assert saving >= 3
+    assert log_lines(out) == log_lines(straight) and same_bits(out, straight)
+    assert not [*folder.glob(".step-*")] and newest(out).name == newest(straight).name
+
+
+def _newest(folder: Path) -> int:
+    return max((int(path.name[-8:]) for path in checkpoint.steps(folder)), default=0)
+
+
+def test_the_kimi_draft_spread_over_ranks_holds_what_arithmetic_says():
+    """Counted on the meta device by the code that trains, against figures made by hand from the config."""
+    root = Path(__file__).parents[1]
+    command = [sys.executable, str(root / "benchmarks" / "scale.py"), str(root / "examples" / "kimi-k2.5")]
+    done = subprocess.run([*command, "--ranks", "1", "32"], capture_output=True, text=True, timeout=300, env=quiet())
     assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    inner, heads, width, vocab = 18432, 64 * 128, 7168, 32000
+    fc, attention, mlp, head = 3 * width**2, 3 * 2 * width * heads + heads * width, 3 * width * inner, vocab * width
+    matrices, vectors = fc + attention + mlp + head, 4 * width
+    trained = matrices + vectors
+    assert trained == 1_190_948_864
+    alone, spread = found["1 whole"], found["32 sharded"]
+    assert alone["masters"] == 4 * trained and alone["optimizer"] == 8 * trained
+    assert spread["masters"] == 4 * (matrices // 32 + vectors) and spread["optimizer"] == 2 * spread["masters"]
+    assert alone["bf16"] == spread["bf16"] == 2 * (matrices + vocab * width + 163840 * width)
+    assert found["32 whole"] == alone and spread["together"] < 0.6 * alone["together"]
+
+
+def test_torchrun_trains_the_stage(recipe, trained, tmp_path):
+    shutil.copytree(recipe.parent, tmp_path / "copy")
+    path = tmp_path / "copy" / "recipe.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"run": str(tmp_path / "copy" / "run")}))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "eyas", "train", str(path)]
+    done = subprocess.run([sys.executable, *launch], capture_output=True, text=True, timeout=300, env=quiet())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "copy" / "run" / "train") == losses(trained["2"])
 
 
 def quiet() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def training(ranks: int) -> list[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return [sys.executable, *launch, "-m", "eyas", "train", "recipe.yaml"]
-
-
-def kill(process: subprocess.Popen) -> None:
-    """All ranks at once; on a fast machine they may have ended already."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def copy(prepared: Path, to: Path) -> Path:
-    shutil.copytree(prepared, to)
-    return to
-
-
-def losses(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "run" / "train" / "log.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines if "loss" in line]
-    assert steps == list(range(1, len(steps) + 1))
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(checkpoint.steps(folder / "run" / "train" / "checkpoints")[-1] / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def trained(prepared, tmp_path_factory) -> dict[int, Path]:
-    """Number of ranks -> a copy of `prepared` trained by them."""
-    found = {}
-    for ranks in (1, 2, 4):
-        found[ranks] = copy(prepared, tmp_path_factory.mktemp("trained") / str(ranks))
-        run(training(ranks), found[ranks])
-    return found
-
-
-def test_any_number_of_ranks_gives_the_same_curve(trained):
-    alone = losses(trained[1])
-    assert len(alone) > 8 and alone[-1] < alone[0]
-    for ranks in (2, 4):
-        assert losses(trained[ranks]) == pytest.approx(alone, rel=2e-5)
-        for name, tensor in weights(trained[1]).items():
-            torch.testing.assert_close(weights(trained[ranks])[name], tensor, rtol=2e-3, atol=2e-4)
-
-
-def test_two_killed_ranks_resume_with_the_same_bits(prepared, trained, tmp_path):
-    folder = copy(prepared, tmp_path / "killed")
-    for after in (3, 7):
-        process = subprocess.Popen(
-            training(2),
-            cwd=folder,
-            env=quiet(),
-            stderr=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        log = folder / "run" / "train" / "log.jsonl"
-        while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) > after):
-            time.sleep(0.01)
-        kill(process)
-    run(training(2), folder)
-    assert losses(folder) == losses(trained[2])
-    assert all(torch.equal(tensor, weights(trained[2])[name]) for name, tensor in weights(folder).items())
-
-
-def test_one_rank_goes_on_where_two_stood(prepared, trained, tmp_path):
-    folder = copy(prepared, tmp_path / "elastic")
-    process = subprocess.Popen(training(2), cwd=folder, env=quiet(), stderr=subprocess.DEVNULL, start_new_session=True)
-    saved = folder / "run" / "train" / "checkpoints"
-    while process.poll() is None and not checkpoint.steps(saved):
-        time.sleep(0.01)
-    kill(process)
-    run(training(1), folder)
-    assert losses(folder) == pytest.approx(losses(trained[1]), rel=2e-5)
-
-
-def test_other_stages_refuse_several_ranks(prepared):
+def test_other_stages_refuse_several_ranks(recipe):
     done = subprocess.run(
-        [sys.executable, "-m", "eyas", "vocab", "recipe.yaml"],
-        cwd=prepared,
+        [sys.executable, "-m", "eyas", "vocab", str(recipe)],
         capture_output=True,
         text=True,
         env=quiet() | {"WORLD_SIZE": "2", "RANK": "0"},

@@ -58,29 +58,9 @@ STAGES = {
 }
 CATEGORIES = {"maths": 2.71, "code": 2.55, "extraction": 2.48, "reasoning": 2.3, "translation": 2.21, "writing": 2.02}
 WORDS = [
-    "The",
-    "quick",
-    "answer",
-    "is",
-    "that",
-    "a",
-    "river",
-    "bends",
-    "because",
-    "water",
-    "is",
-    "slower",
-    "on",
-    "the",
-    "inner",
-    "bank",
-    ",\n",
-    "and",
-    "so",
-    "sand",
-    "stays",
-    ".",
-]
+    "The", "quick", "answer", "is", "that", "a", "river", "bends", "because", "water", "is", "slower", "on", "the",
+    "inner", "bank", ",\n", "and", "so", "sand", "stays", ".",
+]  # fmt: skip
 
 
 def tokens(count: int, seed: int) -> list[dict]:
@@ -233,6 +213,7 @@ def fill(run: Path, stages: list[str] | None = None) -> Path:
                 tau = {155: 1.86, 310: 2.12, 465: 2.29, 620: 2.36}[step]
                 by_category = {name: tau + value - 2.34 for name, value in CATEGORIES.items()}
                 figures = {"tau": tau, "per_position": [0.6, 0.4, 0.2, 0.1], "by_category": by_category}
+                figures["protocol"] = PROTOCOL
                 lines.append(json.dumps({"step": step, "validation": figures}))
         (run / "train" / "log.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
     run.mkdir(parents=True, exist_ok=True)
@@ -491,6 +472,28 @@ def test_the_log_survives_a_resume_and_a_kill(tmp_path):
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(UsageError, match="line 2"):
         read_log(path)
+
+
+def test_steps_left_out_are_counted(tmp_path):
+    """As the trainer logs a step whose loss or gradient was not finite: it has neither loss nor accuracy."""
+    run = fill(tmp_path / "run")
+    with open(run / "train" / "log.jsonl", "a", encoding="utf-8") as log:
+        log.write('{"step": 621, "epoch": 4.0, "skipped": true, "tokens_per_s": 600.0, "data_wait": 0.01}\n')
+    assert ("steps left out (loss or gradient not finite)", "1") in read_run(run)["training"]
+
+
+def test_a_no_go_after_training_is_shown(tmp_path):
+    run = fill(tmp_path / "run")
+    found = json.loads((run / "audit/audit.json").read_text()) | {"accepted": "a try"}
+    (run / "audit/audit.json").write_text(json.dumps(found))
+    after = {"verdict": "no-go", "reasons": ["norm: norm.weight did not move in training."]}
+    (run / "audit/after.json").write_text(json.dumps(after))
+    page = Page(write_report(run).read_text("utf-8"))
+    for part in ("headline", "audit"):
+        assert "NO-GO" in page.text[part] and "did not move" in page.text[part] and "a try" in page.text[part]
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(summary_lines(run), soft_wrap=True)
+    assert "NO-GO" in console.export_text()
 
 
 def test_the_summary_is_one_screen_and_its_commands_can_be_copied(run):

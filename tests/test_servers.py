@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from engines import llamacpp
 
 from eyas.data import servers as servers_module
 from eyas.data.generate import generate
@@ -189,36 +188,3 @@ def test_a_wrong_server_is_one_sentence(servers: dict[str, str], tmp_path: Path,
     with pytest.raises(EyasError, match="no server has answered for 0 s"):
         ask([f"http://127.0.0.1:{free_port()}"], out, patience=0.2)
     assert not out.exists()
-
-
-@pytest.mark.engines
-@pytest.mark.skipif(llamacpp.server() is None, reason="no .venv-llamacpp: run `python tools/engines.py llamacpp`")
-def test_the_real_llama_server_in_float32(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SmolLM2 through llama-server, which is killed on the way: the same tokens as in process."""
-    monkeypatch.setattr(servers_module, "RETRY_FIRST", 0.05)
-    with llamacpp.Converter() as convert:
-        assert convert(smollm2, tmp_path / "target.gguf") == ""
-    target, out = load_target(smollm2, dtype="float32"), tmp_path / "answers.jsonl"
-    template = ChatTemplate(target.tokenizer)
-    options = {"max_new_tokens": 12, "max_length": 1024}
-
-    whole = servers_module.Journal.add
-
-    def add(journal: servers_module.Journal, document: Any) -> None:
-        if len(journal.lines) == 4:
-            raise KeyboardInterrupt
-        whole(journal, document)
-
-    with (
-        llamacpp.serving(tmp_path / "target.gguf", threads=2) as url,
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(KeyboardInterrupt),
-    ):
-        patch.setattr(servers_module.Journal, "add", add)
-        generate_from_servers(TALKS, target.target, template, [url], out, concurrency=2, **options)
-    assert not out.exists()
-    with llamacpp.serving(tmp_path / "target.gguf", threads=2) as url:
-        figures = generate_from_servers(TALKS, target.target, template, [url], out, concurrency=2, **options)
-    assert figures["resumed"] == 4 and figures["engine"] == "llamacpp"
-    generate(TALKS, target, tmp_path / "in-process.jsonl", slots=12, **options)
-    assert read(out) == read(tmp_path / "in-process.jsonl")

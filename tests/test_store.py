@@ -548,3 +548,24 @@ def test_a_store_on_s3(bucket: str, codec: str) -> None:
         store.append(make_sample(4))
         store.finish()
     assert all(same(Store(address).read(make_sample(i).id), make_sample(i)) for i in range(9))
+
+
+def test_a_whole_run_whose_store_is_on_s3(bucket: str, tiny_target: Path, tmp_path: Path) -> None:
+    """The recipe's `extract.store`: extracted, trained and replayed from there; the verbs take the address too."""
+    from test_run import recipe
+
+    def eyas(*arguments: object) -> dict:
+        command = [sys.executable, "-m", "eyas", *map(str, arguments), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    address = f"{bucket}/whole/store"
+    path = recipe(tmp_path, tiny_target, extract={"token_budget": 512, "codec": "bf16z", "store": address})
+    stages = eyas("run", path)["stages"]
+    assert stages["replay"]["tau"] >= 1 and not list((tmp_path / "run" / "store").glob("shard-*"))
+    assert eyas("store", "info", address)["samples"] == stages["store"]["samples"] == 24
+    assert eyas("store", "verify", address, "--deep")["bad"] == []
+    again = eyas("replay", tmp_path / "run" / "draft", "--store", address, "--target", tiny_target, "--split", "all")
+    assert again["protocol"]["prompts"] == 24
+    assert eyas("run", path, "--redo", "store", "--until", "store")["stages"]["store"]["samples"] == 24

@@ -1,6 +1,10 @@
 """The trainer's arithmetic: plans, schedules, non-finite steps, checkpoints, and what must not move."""
 
-import json
+import os
+import signal
+import sys
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,15 +12,20 @@ import torch
 from draft_parts import random_sample
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from train_parts import log_lines, losses, newest, same_bits
 
+from eyas.audit import audit_after
 from eyas.draft.config import draft_config_for
 from eyas.draft.vocab import choose
-from eyas.errors import EyasError
+from eyas.errors import EyasError, UsageError
 from eyas.features.store import Store, StoreWriter
-from eyas.recipe import Train
+from eyas.recipe import Recipe, Train
+from eyas.run import Run, checkpoint_path
 from eyas.target import read_target
 from eyas.train import checkpoint
-from eyas.train.trainer import Trainer, learning_rate, plan_epoch
+from eyas.train.log import step_flops
+from eyas.train.trainer import Stopped, Trainer, learning_rate, plan_epoch
 
 
 @pytest.fixture
@@ -50,10 +59,6 @@ def weights(trainer):
     return {name: tensor.clone() for name, tensor in trainer.draft.state_dict().items()}
 
 
-def read_log(trainer):
-    return [json.loads(line) for line in (trainer.folder / "log.jsonl").read_text().splitlines()]
-
-
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120), st.integers(0, 9), st.integers(0, 9))
 def test_an_epoch_reads_every_document_once(lengths, budget, seed, epoch):
     plan = plan_epoch(lengths, budget, seed, epoch)
@@ -71,29 +76,28 @@ def test_schedules_warm_up_and_end_near_zero(schedule):
     assert 0 < rates[-1] < 0.05
 
 
-def test_resume_in_the_middle_ends_with_the_same_bits(make):
-    straight = make("straight")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resume_in_the_middle_ends_with_the_same_bits(make, optimizer):
+    straight = make("straight", optimizer=optimizer)
     straight.fit()
-    cut = make("cut")
+    cut = make("cut", optimizer=optimizer)
     updates = iter(range(5))
     real = cut.update
 
-    def update(batch):
+    def update(parts):
         if next(updates, None) is None:
             raise KeyboardInterrupt
-        return real(batch)
+        return real(parts)
 
     cut.update = update
     with pytest.raises(KeyboardInterrupt):
         cut.fit()
-    again = make("cut")
+    again = make("cut", optimizer=optimizer)
     again.fit()
     assert 0 < checkpoint.load(checkpoint.steps(again.folder / "checkpoints")[-1], "same")[2]["step"] == again.total
     for (name, a), b in zip(weights(straight).items(), weights(again).values(), strict=True):
         assert torch.equal(a, b), name
-    timing = ("tokens_per_s", "data_wait")
-    plain = [[{k: v for k, v in line.items() if k not in timing} for line in read_log(t)] for t in (straight, again)]
-    assert plain[0] == plain[1]
+    assert same_bits(straight.folder, again.folder) and log_lines(straight.folder) == log_lines(again.folder)
 
 
 def test_training_moves_what_it_should_and_nothing_else(make):
@@ -110,9 +114,9 @@ def test_training_moves_what_it_should_and_nothing_else(make):
 def test_loss_falls(make):
     trainer = make(epochs=25, lr=3e-3)
     trainer.fit()
-    losses = [line["loss"] for line in read_log(trainer) if "loss" in line]
+    curve = losses(trainer.folder)
     first, last = len(trainer.plan[0]), len(trainer.plan[-1])
-    assert np.mean(losses[-last:]) < 0.8 * np.mean(losses[:first])
+    assert np.mean(curve[-last:]) < 0.8 * np.mean(curve[:first])
 
 
 def test_update_is_the_gradient_of_the_mean_over_supervised_rows(make):
@@ -123,8 +127,8 @@ def test_update_is_the_gradient_of_the_mean_over_supervised_rows(make):
     together = {n: p.grad.clone() for n, p in trainer.draft.named_parameters() if p.grad is not None}
     trainer.plan, total, rows = [[[0], [9]]], {}, 0
     for index in range(2):
-        trainer.optimizer.zero_grad()
-        batch = trainer.read(0, index)
+        trainer.zero_grad()
+        [batch] = trainer.read(0, index)
         trainer.draft.backward(trainer.forward(batch, batch.supervised).loss)
         rows += batch.supervised
         for name, parameter in trainer.draft.named_parameters():
@@ -137,7 +141,7 @@ def test_update_is_the_gradient_of_the_mean_over_supervised_rows(make):
 def test_non_finite_steps_are_left_out_then_stop_the_run(make):
     trainer = make()
     batch = trainer.read(0, 0)
-    batch.aux[3] = float("nan")
+    batch[0].aux[3] = float("nan")
     before = weights(trainer)
     for _ in range(10):
         assert trainer.update(batch) is None
@@ -162,3 +166,163 @@ def test_a_foreign_checkpoint_is_refused(make):
     make().fit()
     with pytest.raises(EyasError, match="another recipe"):
         make(inputs="other").fit()
+
+
+def test_parts_of_a_batch_give_the_update_of_the_whole(make):
+    whole, parts = make("whole", compute_dtype="float32"), make("parts", compute_dtype="float32", micro_tokens=20)
+    assert len(parts.read(0, 0)) > 1 == len(whole.read(0, 0))
+    whole.fit()
+    parts.fit()
+    assert losses(parts.folder) == pytest.approx(losses(whole.folder), rel=1e-5)
+
+
+def test_muon_has_the_matrices_and_adamw_the_rest(make):
+    trainer = make(optimizer="muon")
+    names = {p: n for n, p in trainer.draft.named_parameters()}
+    adamw, muon = (sorted(names[p] for g in o.param_groups for p in g["params"]) for o in trainer.optimizers)
+    assert sorted(adamw + muon) == sorted(n for p, n in names.items() if p.requires_grad)
+    assert all("norm" in n or n == "lm_head.weight" for n in adamw) and "fc.weight" in muon
+    before = weights(trainer)
+    trainer.fit()
+    assert all(torch.equal(before[n], weights(trainer)[n]) == (n not in adamw + muon) for n in before)
+
+
+def test_bf16_masters_leave_norms_stuck_and_the_audit_names_them(make):
+    verdicts = {}
+    for masters in ("float32", "bfloat16"):
+        trainer = make(masters, masters=masters, lr=1e-4, epochs=3)
+        before = trainer.draft.served_state()
+        trainer.fit()
+        verdicts[masters] = audit_after(
+            before, trainer.draft.served_state(), {"embed_tokens"}, None, trainer.target, trainer.draft.config
+        )
+    assert verdicts["float32"]["verdict"] == "go"
+    assert verdicts["bfloat16"]["verdict"] == "no-go"
+    for norm in ("norm.weight", "layers.0.hidden_norm.weight"):
+        assert any(norm in reason and "at exactly 1.0" in reason for reason in verdicts["bfloat16"]["reasons"])
+
+
+# checkpoints are written while training goes on
+
+
+def slowly(monkeypatch, seconds=0.05):
+    real = checkpoint.save
+
+    def save(*arguments, **options):
+        time.sleep(seconds)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+
+
+def test_a_slow_disk_changes_no_bit(make, monkeypatch):
+    quick, slow = make("quick", save_every=1), make("slow", save_every=1)
+    quick.fit()
+    slowly(monkeypatch)
+    slow.fit()
+    assert same_bits(quick.folder, slow.folder) and len(checkpoint.steps(slow.folder / "checkpoints")) >= 2
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(make, monkeypatch):
+    trainer, met = make(save_every=2), []
+
+    def save(folder, step, model, *_):
+        kept = model["fc.weight"].clone()
+        while trainer.step == step and trainer.step < trainer.total:
+            time.sleep(0.001)
+        met.append(torch.equal(model["fc.weight"], kept) and trainer.step > step)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    trainer.fit()
+    assert len(met) > 2 and all(met[:-1])
+
+
+def test_what_the_writer_meets_stops_the_run(make, monkeypatch):
+    def save(*_):
+        raise EyasError("the disk is full")
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    with pytest.raises(EyasError, match="disk is full"):
+        make().fit()
+
+
+def test_a_signal_waits_for_the_checkpoint(make, monkeypatch):
+    slowly(monkeypatch)
+    trainer = make(save_every=100)
+    real = trainer.update
+
+    def update(parts):
+        if trainer.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(parts)
+
+    trainer.update = update
+    with pytest.raises(Stopped, match="stopped at step 4"):
+        trainer.fit()
+    assert newest(trainer.folder).name == "step-00000004"
+
+
+def test_the_best_by_tau_is_kept_and_found(make):
+    trainer = make(epochs=6, save_every=1000)
+    taus = iter([1.1, 1.5, 1.2, 1.5, 1.3, 1.0, 1.2])
+    trainer.validate = lambda: {"tau": next(taus)}
+    trainer.fit()
+    folder = trainer.folder / "checkpoints"
+    assert checkpoint.best(folder).name == f"step-{sum(map(len, trainer.plan[:3])):08d}"  # the newer of equals
+    assert checkpoint.best(folder) != newest(trainer.folder)
+
+
+def test_export_and_audit_take_the_best_or_the_newest(tmp_path):
+    for step, tau in ((2, 1.2), (4, 1.6), (6, 1.4)):
+        checkpoint.save(tmp_path / "train" / "checkpoints", step, {}, {}, {"inputs": "", "tau": tau})
+    value = {"target": "t", "run": str(tmp_path), "conversations": {"path": "c"}}
+    run = Run(Recipe(**value))
+    assert [checkpoint_path(run, name).name[-1] for name in (None, "best", "latest", "6")] == ["4", "4", "6", "6"]
+    assert checkpoint_path(Run(Recipe(**value, export={"checkpoint": "latest"}))).name[-1] == "6"
+    with pytest.raises(UsageError, match="no checkpoint 5"):
+        checkpoint_path(run, "5")
+
+
+# the log
+
+
+def test_a_tracker_that_is_not_there_is_one_sentence(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(UsageError, match="pip install trackio"):
+        make(log_to=["trackio"]).fit()
+
+
+def test_trackers_get_the_numbers_of_every_line(make, monkeypatch):
+    got = []
+    fake = SimpleNamespace(
+        init=lambda **_: None,
+        log=lambda values, step: got.append((step, values)),
+        finish=lambda: got.append(("finished", {})),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    trainer = make(log_to=["wandb"])
+    trainer.fit()
+    assert got[0][1]["validation/tau"] >= 1 and got[-1][0] == "finished"
+    assert [values["loss"] for _, values in got if "loss" in values] == losses(trainer.folder)
+    assert {"acc/0", "mfu", "memory_gb", "data_wait"} <= got[1][1].keys()
+
+
+def test_tensorboard_holds_the_losses(make):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = make(log_to=["tensorboard"])
+    trainer.fit()
+    found = EventAccumulator(str(trainer.folder / "tensorboard")).Reload().Scalars("loss")
+    assert [e.value for e in found] == pytest.approx(losses(trainer.folder))
+
+
+def test_the_work_of_a_step_is_what_torch_counts(make):
+    """torch's own counter of products, over forward and backward; attention scores and prompt rows are the difference."""
+    trainer = make(survivors=False, steps=1, compute_dtype="float32")
+    [batch] = trainer.read(0, 0)
+    with FlopCounterMode(display=False) as counter:
+        result = trainer.forward(batch, batch.supervised)
+        trainer.draft.backward(result.loss)
+    ours = step_flops(trainer.draft.config, len(batch.tokens), result.computed, len(batch.final))
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.1)

@@ -12,6 +12,14 @@ from eyas.draft.attention import plan_blocks, unroll_attention
 from eyas.draft.batch import chain_depth, pack
 from eyas.target import LogitRule
 
+LATENT = {
+    "num_key_value_heads": 4, "head_dim": 12, "q_lora_rank": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 6,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+}  # fmt: skip
 OPTIONS = [
     {},
     {"norm_before_residual": True},
@@ -23,6 +31,8 @@ OPTIONS = [
     {"draft_vocab_size": 40},
     {"aux_layers": (0, 2, 4, 6), "hidden_size": 8},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    {**LATENT, "num_layers": 2},
+    {**LATENT, "q_lora_rank": None, "v_head_dim": 14, "head_dim": 14, "rope_parameters": YARN, "norm_output": True},
 ]
 masks = st.lists(st.lists(st.booleans(), min_size=2, max_size=14), min_size=1, max_size=4)
 
@@ -92,6 +102,20 @@ def test_every_option_equals_dense_mask(options, survivors):
 @pytest.mark.parametrize("kind", ["ce", "kl", "reverse_kl", "tv", "lk"])
 def test_every_loss_equals_its_definition(kind):
     compare([[False] * 2 + [True] * 8, [True] * 6], 3, {}, 3, survivors=False, kind=kind, keep_unknown=True)
+
+
+def test_a_rule_of_ones_own_weighs_and_ends_chains():
+    config = small_config()
+    draft, rng = small_draft(config), np.random.default_rng(2)
+    samples = [random_sample(rng, "a", [False] * 2 + [True] * 12, config)]
+    head = torch.randn(config.draft_vocab_size, config.target_hidden_size, dtype=torch.float64)
+    halves = unroll(
+        draft, samples, 4, head, survivors=lambda before, after, normed, index: torch.full((len(index),), 0.5)
+    )
+    torch.testing.assert_close(halves.loss, unroll(draft, samples, 4, head, survivors=False, decay=0.4).loss)
+    right = unroll(draft, samples, 4, head, survivors=lambda before, after, normed, index: after.double())
+    usual = unroll(draft, samples, 4, head, survivors=True)
+    assert right.computed == usual.computed < halves.computed and torch.equal(right.loss, usual.loss)
 
 
 @given(st.lists(st.booleans(), min_size=2, max_size=30))

@@ -56,6 +56,23 @@ def test_vocabulary_is_what_slow_counting_gives(lists, always, data):
     assert made.coverage == pytest.approx(sum(slow[t] for t in targets.tolist()) / sum(slow.values()))
 
 
+@given(lists=SPANS, always=ALWAYS)
+def test_the_mix_says_what_each_category_brings(lists, always):
+    size = max(len(always), 5)
+    documents = [
+        {"id": str(i), "category": "ab"[i % 2], "tokens": span, "spans": [[0, len(span)]]}
+        for i, span in enumerate(lists)
+    ]
+    made = vocab.choose(vocab.count_tokens(spans_of(lists), V), always, size)
+    inside, rows = set(made.targets.tolist()), vocab.mix(documents, made)
+    assert sum(row["share"] for row in rows) == pytest.approx(1, abs=1e-3)
+    for row in rows:
+        tokens = [t for d in documents if d["category"] == row["category"] for t in d["tokens"]]
+        assert row["documents"] == sum(d["category"] == row["category"] for d in documents)
+        assert row["supervised_tokens"] == len(tokens)
+        assert row["coverage"] == pytest.approx(sum(t in inside for t in tokens) / len(tokens), abs=1e-4)
+
+
 @settings(max_examples=200, deadline=None)
 @given(lists=SPANS, always=ALWAYS, k=st.integers(1, 6))
 def test_curve_and_ceiling_are_counted_on_the_real_sequences(lists, always, k):

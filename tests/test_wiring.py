@@ -6,7 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from serving_parts import DRAFT_VOCAB, make_state, make_target
+from typer.testing import CliRunner
+
+from eyas import cli
 
 
 def eyas(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
@@ -114,3 +119,51 @@ def test_import_brings_a_foreign_folder_in(run, tiny_target, tmp_path):
 def test_layers_that_are_no_numbers_are_refused(run, tiny_target):
     found = eyas("store", "import", "run", "in", "--target", tiny_target, "--layers", "a,b", cwd=run)
     assert found.returncode == 2 and "expected numbers" in found.stderr
+
+
+def test_preview_of_answers_and_of_their_store(run, monkeypatch):
+    monkeypatch.chdir(run)
+    shown = []
+    for source in ("recipe.yaml", "run/store"):
+        asked = CliRunner().invoke(cli.app, ["preview", source, "--rows", "30", "--json"])
+        assert asked.exit_code == 0, asked.stderr
+        shown.append({d["id"]: d["runs"] for d in json.loads(asked.stdout)["documents"]})
+    assert shown[0] == shown[1]
+    said = ["".join(r["text"] for r in runs if r["supervised"]) for runs in shown[0].values()]
+    assert all("of course." in text and "That makes" in text and "plus" in text for text in said)
+
+
+def test_export_writes_any_draft_in_another_form(tmp_path):
+    from eyas.draft.config import draft_config_for
+    from eyas.serving.export import export, load_draft
+
+    target = make_target(tmp_path / "target")
+    config = draft_config_for(target, DRAFT_VOCAB)
+    state = make_state(config, target)
+    source = export(state, config, target, tmp_path / "draft", provenance={})
+    for layout in ("speculators", "eagle", "portable"):
+        options = ["--target", target.path, "--layout", layout, "--dtype", "bfloat16", "--shard-gb", "0.001", "--json"]
+        done = CliRunner().invoke(cli.app, ["export", str(source), "--out", str(tmp_path / layout), *map(str, options)])
+        assert done.exit_code == 0, done.stderr
+        assert json.loads(done.stdout)["layout"] == layout
+        back = load_draft(tmp_path / layout, target)
+        assert back[0] == config and all(torch.equal(back[1][name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["export", "nowhere"], ["no such recipe"]),
+        (["export", "."], ["--out"]),
+        (["export", ".", "--out", "new"], ["--target"]),
+        (["export", ".", "--out", "."], ["exists already"]),
+        (["export", ".", "--out", "new", "--target", "t"], ["no draft", "config.json"]),
+        (["replay", ".", "--store", ".", "--k", "2", "--tree", "8,3,2"], ["not both"]),
+        (["decode", ".", "--target", "t", "--prompts", "p", "--run", "."], ["no run folder"]),
+    ],
+    ids=lambda a: " ".join(a[:2]),
+)
+def test_wrong_use_is_one_sentence(tmp_path, arguments, words):
+    done = eyas(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1

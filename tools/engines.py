@@ -3,8 +3,8 @@
     python tools/engines.py [llamacpp vllm sglang openvino]      (all four when none is named)
 
 Each engine lives in its own environment beside .venv, because they pin different versions. A finished environment is
-left alone; a half-made one is made again. Sizes and times: llamacpp 0.2 GB, seconds; openvino 0.7 GB, a minute; sglang
-1.5 GB with torch, a minute; vllm 2.5 GB, some minutes. All of it runs on a CPU.
+left alone; a half-made one is made again. Sizes and times: llamacpp 0.2 GB, seconds; openvino and sglang 1.5 GB with
+torch, a minute; vllm 2.5 GB, some minutes. All of it runs on a CPU.
 """
 
 import argparse
@@ -27,7 +27,10 @@ RECIPES: dict[str, list[list[str]]] = {
         [*TORCH, "transformers==5.19.0", "numpy", "psutil", "pydantic", "requests"],
         ["--no-deps", "-r", "tools/sglang-requirements.txt"],
     ],
-    "openvino": [["-r", "tools/openvino-requirements.txt"]],
+    "openvino": [  # --no-deps: its exporter asks for torchvision, which it does not use and which brings another torch
+        [*TORCH, "transformers==5.5.4", "psutil", "requests", "rich", "jsonschema", "pydot", "natsort"],
+        ["--no-deps", "-r", "tools/openvino-requirements.txt"],
+    ],
 }
 # beside this torch they break `from vllm import LLM`, or are large and unused
 REMOVE = {"vllm": ["torchvision", "torchaudio", "torchcodec", "triton"]}

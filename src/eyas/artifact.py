@@ -38,8 +38,8 @@ def read_manifest(folder: str | Path, kind: str) -> Manifest | None:
     if not path.exists():
         return None
     value = read_json(path)
-    if not isinstance(value, dict) or value.get("kind") != kind:
-        found = value.get("kind") if isinstance(value, dict) else type(value).__name__
+    found = value.get("kind") if isinstance(value, dict) else type(value).__name__
+    if found != kind:
         raise UsageError(f"{path}: holds {found!r}, expected an artifact of kind {kind!r}. Point to another folder.")
     if value.get("schema") != SCHEMA:
         raise UsageError(

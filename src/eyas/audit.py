@@ -8,12 +8,14 @@ training or export (`audit_after`). Each returns the same JSON: components, tota
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.draft.config import DraftConfig, draft_config_for
-from eyas.errors import EyasError
+from eyas.errors import EyasError, first_line
 from eyas.files import read_json
 from eyas.serving.names import draft_config_from, expected_shapes
 from eyas.target import Target
@@ -25,9 +27,11 @@ if TYPE_CHECKING:
     from eyas.draft.model import Draft
 
 Json = dict[str, Any]
+Tensors = Mapping[str, "torch.Tensor"]
+Faults = dict[str, Callable[[str], bool]]  # words -> whether the tensor of that name has the fault
 OK, FAIL, OPEN, NOTE = "ok", "fail", "not checked", "note"
 TEACHER, HEAD, EMBEDDING = "verifier_lm_head", "lm_head", "embed_tokens"
-TRAIN_DTYPES = ("torch.float32", "torch.float64")
+MAPS = ("d2t", "t2d")
 SELF_CHECK = 0.9  # share of teacher positions whose argmax is the next token, where the target wrote greedily
 
 # What each trainer freezes of a draft, and how it begins the head. Read from their released code.
@@ -48,10 +52,14 @@ def component_of(tensor: str) -> str:
     return parts[0]
 
 
+def _names(entry: str, tensor: str) -> bool:
+    """Whether an entry of the policy is a tensor, its component, or a prefix of it."""
+    return entry in (tensor, component_of(tensor)) or tensor.startswith(entry + ".")
+
+
 def is_frozen(tensor: str, policy: Collection[str]) -> bool:
-    """Whether the policy freezes a tensor: it names the tensor, its component, or a prefix. The teacher always is."""
-    component = component_of(tensor)
-    return component == TEACHER or any(tensor == p or component == p or tensor.startswith(p + ".") for p in policy)
+    """Whether the policy freezes a tensor. The teacher always is frozen."""
+    return component_of(tensor) == TEACHER or any(_names(entry, tensor) for entry in policy)
 
 
 def config_for_audit(target: Target, draft_config: str | Path | None = None) -> DraftConfig:
@@ -62,65 +70,82 @@ def config_for_audit(target: Target, draft_config: str | Path | None = None) -> 
     return draft_config_for(target, min(32_000, target.vocab_size))
 
 
+def all_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """`expected_shapes` and the teacher's head [Vd, H], in the order in which the draft computes."""
+    shapes = expected_shapes(config) | {f"{TEACHER}.weight": (config.draft_vocab_size, config.target_hidden_size)}
+    order = (EMBEDDING, TEACHER, "fc_norm", "input_norm", "fc", "layers", "norm", HEAD, *MAPS)
+    return {name: shapes[name] for name in sorted(shapes, key=lambda name: order.index(name.split(".")[0]))}
+
+
 class _Audit:
     """Collects findings; `result` turns them into the contract's JSON. Failures become the reasons of a NO-GO."""
 
     def __init__(self, stage: str, config: DraftConfig, policy: Collection[str]) -> None:
         self.stage, self.config, self.policy = stage, config, set(policy)
-        self.sizes: dict[str, int] = {}
+        self.shapes = all_shapes(config)
         self.tensors: dict[str, list[str]] = {}
-        for name, shape in all_shapes(config).items():
-            component = component_of(name)
-            self.sizes[component] = self.sizes.get(component, 0) + (0 if is_map(name) else math.prod(shape))
-            self.tensors.setdefault(component, []).append(name)
-        self.found: dict[str, list[tuple[str, str]]] = {component: [] for component in self.sizes}
-        self.sources: dict[str, str] = {}
+        for name in self.shapes:
+            self.tensors.setdefault(component_of(name), []).append(name)
+        self.found: dict[str, list[tuple[str, str]]] = {component: [] for component in self.tensors}
+        self.sources = dict.fromkeys(self.tensors, "not said")
         self.checks: list[Json] = []
         self.estimates: Json = {}
         for entry in sorted(self.policy):
-            if not any(is_frozen(n, {entry}) and component_of(n) != TEACHER for n in all_shapes(config)):
-                self.check("policy", FAIL if entry != TEACHER else OK, f"The recipe freezes {entry!r}, which no tensor of this draft is called.")  # fmt: skip
+            if not any(_names(entry, name) for name in self.shapes):
+                self.check("policy", FAIL, f"The recipe freezes {entry!r}, which no tensor of this draft is called.")
 
-    def say(self, component: str, result: str, detail: str) -> None:
-        """A finding about one component. Sentences end without a full stop in the table."""
-        self.found[component].append((result, detail))
+    def say(self, component: str, result: str | bool, detail: str) -> None:
+        """A finding about one component; True and False mean ok and fail. No full stop: it ends in the table."""
+        self.found[component].append((_state(result), detail))
+
+    def blame(self, component: str, names: Iterable[str], faults: Faults) -> bool:
+        """Say of each fault which of the tensors have it, in the place of {}; whether there was any."""
+        found = {text: [name for name in names if wrong(name)] for text, wrong in faults.items()}
+        for text, bad in found.items():
+            if bad:
+                self.say(component, FAIL, text.format(_list(bad)))
+        return any(found.values())
 
     def check(self, name: str, result: str | bool, detail: str) -> None:
-        """A finding beside the table; True and False mean ok and fail."""
-        result = result if isinstance(result, str) else (OK if result else FAIL)
-        self.checks.append({"name": name, "result": result, "detail": detail})
+        """A finding beside the table, a whole sentence."""
+        self.checks.append({"name": name, "result": _state(result), "detail": detail})
+
+    def frozen(self, tensor: str) -> bool:
+        """Whether training must leave it alone: the policy freezes it, or it is a map."""
+        return tensor in MAPS or is_frozen(tensor, self.policy)
+
+    def parts(self, tensors: Tensors) -> Iterator[tuple[str, list[str]]]:
+        """Component -> those of its tensors that are there, for components that have any."""
+        for component, names in self.tensors.items():
+            if there := [name for name in names if name in tensors]:
+                yield component, there
+
+    def count(self, names: Iterable[str]) -> int:
+        """Parameters of these tensors; maps have none."""
+        return sum(math.prod(self.shapes[name]) for name in names if name not in MAPS)
+
+    @property
+    def trained_params(self) -> int:
+        return self.count(name for name in self.shapes if not self.frozen(name))
 
     def state(self, component: str) -> str:
-        if component in ("d2t", "t2d"):
+        if component in MAPS:
             return "buffer"
-        frozen = [is_frozen(name, self.policy) for name in self.tensors[component]]
-        return "frozen" if all(frozen) else "trained"
+        return "frozen" if all(map(self.frozen, self.tensors[component])) else "trained"
 
     def result(self) -> Json:
         components, reasons = [], []
-        for component, size in self.sizes.items():
-            found = self.found[component]
-            failed = [detail for result, detail in found if result == FAIL]
-            passed = [detail for result, detail in found if result == OK]
-            reasons += [f"{component}: {detail}." for detail in failed]
-            shown = failed or passed or [detail for _, detail in found]
-            components.append(
-                {
-                    "name": component,
-                    "params": size,
-                    "state": self.state(component),
-                    "source": self.sources.get(component, "not said"),
-                    "check": FAIL if failed else OK if passed else OPEN,
-                    "detail": "; ".join(shown),
-                }
-            )
+        for component, names in self.tensors.items():
+            by_result: dict[str, list[str]] = {}
+            for result, detail in self.found[component]:
+                by_result.setdefault(result, []).append(detail)
+            check = next((result for result in (FAIL, OK) if result in by_result), OPEN)
+            reasons += [f"{component}: {detail}." for detail in by_result.get(FAIL, [])]
+            row = {"name": component, "params": self.count(names), "state": self.state(component)}
+            row |= {"source": self.sources[component], "check": check, "detail": "; ".join(by_result.get(check, []))}
+            components.append(row)
         reasons += [check["detail"] for check in self.checks if check["result"] == FAIL]
-        trained = sum(
-            math.prod(shape)
-            for name, shape in all_shapes(self.config).items()
-            if not is_map(name) and not is_frozen(name, self.policy)
-        )
-        total = sum(self.sizes.values())
+        total, trained = self.count(self.shapes), self.trained_params
         return {
             "stage": self.stage,
             "components": components,
@@ -138,90 +163,72 @@ class _Audit:
 
     def _conventions(self) -> list[Json]:
         """Where this policy differs from each trainer's, in words."""
+        frozen = {c for c in self.tensors if c != TEACHER and self.state(c) == "frozen"}
+        first = self.sources[HEAD].replace(",", "").split()  # "target ROWS", "random", or another origin of the head
+        start = {"target": "the target's rows", "random": "random"}.get(first[0]) if "or" not in first else None
         rows = []
-        frozen = {c for c in self.sizes if c not in (TEACHER, "d2t", "t2d") and self.state(c) == "frozen"}
-        source = self.sources.get(HEAD, "")
-        start = "random" if "random" in source and "target" not in source else "the target's rows"
         for name, (theirs, head) in CONVENTIONS.items():
             differs = [f"freezes {c}, this recipe trains it" for c in sorted(theirs - frozen)]
             differs += [f"trains {c}, this recipe freezes it" for c in sorted(frozen - theirs)]
-            if source and "or random" not in source and not source.startswith("checkpoint") and head != start:
+            if start and start != head:
                 differs.append(f"begins lm_head from {head}, this recipe from {start}")
             rows.append({"name": name, "frozen": sorted(theirs), "differs": differs})
         return rows
 
 
-def all_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """`expected_shapes` and the teacher's head [Vd, H], in the order in which the draft computes."""
-    shapes = expected_shapes(config)
-    shapes[f"{TEACHER}.weight"] = (config.draft_vocab_size, config.target_hidden_size)
-    order = (EMBEDDING, TEACHER, "fc_norm", "input_norm", "fc", "layers", "norm", HEAD, "d2t", "t2d")
-    return {name: shapes[name] for name in sorted(shapes, key=lambda name: order.index(name.split(".")[0]))}
+def _state(result: str | bool) -> str:
+    return result if isinstance(result, str) else OK if result else FAIL
 
 
-def is_map(name: str) -> bool:
-    return name in ("d2t", "t2d")
+def _list(names: Iterable[str], most: int = 3) -> str:
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def norm_names(config: DraftConfig) -> list[str]:
-    return [name for name, shape in expected_shapes(config).items() if len(shape) == 1 and name.endswith("weight")]
+# ---- from configs alone ----------------------------------------------------------------------------------------------
 
 
-# ---- from configs alone ------------------------------------------------------------------------------------------------
-
-
-def audit_config(
-    target: Target, config: DraftConfig, *, frozen: Collection[str] = frozenset({EMBEDDING}), plan: Json | None = None
-) -> Json:
-    """The audit that needs no weights: sizes, policy, what must agree between target and draft, estimates.
-
-    `frozen` names components or tensors. `plan` (all optional): tokens of the data set, epochs, steps (K),
-    batch_tokens, flops (achieved per second), for the estimates.
-    """
+def audit_config(target: Target, config: DraftConfig, *, frozen: Collection[str] = frozenset({EMBEDDING})) -> Json:
+    """The audit that needs no weights: sizes, policy (`frozen` names components or tensors), what must agree between
+    target and draft, estimates."""
     audit = _Audit("config", config, frozen)
-    on_disk = bool(target.tensor_files)
-    embedding = (target.tensor_name("embedding") if on_disk else None) or "input embedding"
-    head = (target.tensor_name("head") if on_disk else None) or "output head"
+    embedding = target.tensor_name("embedding") or "input embedding"
+    head = target.tensor_name("head") or "output head"
     rows = "rows of the draft vocabulary" if config.draft_vocab_size < config.vocab_size else "all rows"
     wide = config.hidden_size == config.target_hidden_size
-    default = {component: "ones" if "norm" in component else "random" for component in audit.sizes}
-    default |= {
+    known = {
         EMBEDDING: f"copied from target {embedding}" if wide else "of its own, random",
         TEACHER: f"target {head}, {rows}",
         HEAD: f"target {head}, {rows}, or random" if wide else "random",
-        "d2t": "vocabulary map",
-        "t2d": "vocabulary map",
-    }
-    audit.sources = {component: default[component] for component in audit.sizes}
-    for component in audit.sizes:
-        shapes = [f"{n.removesuffix('.weight')} {list(all_shapes(config)[n])}" for n in audit.tensors[component]]
+    } | dict.fromkeys(MAPS, "vocabulary map")
+    for component, names in audit.tensors.items():
+        audit.sources[component] = known.get(component, "ones" if "norm" in component else "random")
+        shapes = [f"{name.removesuffix('.weight')} {list(audit.shapes[name])}" for name in names]
         audit.say(component, OPEN, ", ".join(shapes) if len(shapes) < 4 else f"{len(shapes)} tensors")
     _config_checks(audit, target)
-    audit.estimates = estimate(config, frozen, **(plan or {}))
+    audit.estimates = _estimate(audit)
     return audit.result()
 
 
 def _config_checks(audit: _Audit, target: Target) -> None:
     c = audit.config
-    pairs = (
+    for name, mine, theirs in (
         ("vocabulary", c.vocab_size, target.vocab_size),
         ("target hidden size", c.target_hidden_size, target.hidden_size),
         ("target layers", c.target_num_layers, target.num_layers),
-    )
-    for name, mine, theirs in pairs:
-        text = f"The draft's config has {name} {mine:,}, the target {theirs:,}"
-        audit.check(name, mine == theirs, f"{text}." if mine == theirs else f"{text}; they must be equal.")
-    audit.check("fc", True, f"fc reads {len(c.aux_layers)} states of {c.target_hidden_size:,}: {c.fc_in:,} inputs, from out{c.aux_layers}.")  # fmt: skip
+    ):
+        audit.check(name, mine == theirs, f"The draft's config has {name} {mine:,}, the target {theirs:,}.")
+    audit.check("fc", OK, f"fc reads {c.fc_in:,} inputs, the target's states from out{c.aux_layers}.")
     reach = rope_range(c)
-    audit.check(
-        "context",
-        OK if reach >= target.max_positions else NOTE,
-        f"RoPE of the draft reaches {reach:,} positions, the target's context {target.max_positions:,}.",
-    )
-    if c.hidden_size != c.target_hidden_size and is_frozen(f"{EMBEDDING}.weight", audit.policy):
-        audit.say(EMBEDDING, FAIL, f"frozen, but the draft's width {c.hidden_size} is not the target's {c.target_hidden_size}, so random numbers would be frozen; train it")  # fmt: skip
-    if c.hidden_size == c.target_hidden_size and not is_frozen(f"{EMBEDDING}.weight", audit.policy):
-        audit.check("embedding policy", NOTE, "The recipe trains embed_tokens; SGLang, OpenVINO and TensorRT-LLM put the target's in its place whatever the file holds.")  # fmt: skip
+    text = f"RoPE of the draft reaches {reach:,} positions, the target's context {target.max_positions:,}."
+    audit.check("context", OK if reach >= target.max_positions else NOTE, text)
+    frozen, wide = audit.frozen(f"{EMBEDDING}.weight"), c.hidden_size == c.target_hidden_size
+    if frozen and not wide:
+        text = f"frozen, but {c.hidden_size} wide, the target's {c.target_hidden_size}"
+        audit.say(EMBEDDING, FAIL, f"{text}, so random numbers would be frozen; train it")
+    if wide and not frozen:
+        text = "SGLang, OpenVINO and TensorRT-LLM put the target's in its place whatever the file holds."
+        audit.check("embedding policy", NOTE, f"The recipe trains embed_tokens; {text}")
 
 
 def rope_range(config: DraftConfig) -> int:
@@ -233,55 +240,39 @@ def rope_range(config: DraftConfig) -> int:
     return config.max_position_embeddings
 
 
-def estimate(
-    config: DraftConfig,
-    frozen: Collection[str],
-    *,
-    tokens: int | None = None,
-    epochs: float = 1,
-    steps: int = 7,
-    batch_tokens: int = 4096,
-    flops: float | None = None,
-    seconds_per_batch: float | None = None,
-) -> Json:
+def _estimate(audit: _Audit, plan: Json | None = None) -> Json:
     """Bytes and work of training, by arithmetic. An upper bound: every row supervised, every chain alive for K steps.
 
+    plan: tokens of the store, epochs, steps (K), batch_tokens and the seconds that such a batch takes, all optional.
     Weights: float32 masters with a bf16 cast of matrices, bf16 embedding and teacher. Optimizer: two float32 moments.
     Activations: bf16 rows kept for the backward pass, logits of a chunk of 512 rows and the teacher's kept logits.
     """
-    c = config
-    shapes = all_shapes(c)
-    trained = sum(math.prod(s) for n, s in shapes.items() if not is_map(n) and not is_frozen(n, frozen))
-    still = sum(math.prod(s) for n, s in shapes.items() if not is_map(n) and is_frozen(n, frozen))
+    c, trained, plan = audit.config, audit.trained_params, plan or {}
+    steps, batch_tokens = plan.get("steps", 7), plan.get("batch_tokens", 4096)
     heads, key_value = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     row = c.num_layers * (8 * c.hidden_size + 2 * heads + 2 * key_value + 3 * c.intermediate_size) + c.hidden_size
     logits = 512 * c.draft_vocab_size * 16 + min(512 << 20, batch_tokens * c.draft_vocab_size * 2)
-    layer = sum(math.prod(s) for n, s in shapes.items() if n.startswith("layers."))
-    fusing = c.fc_in * c.hidden_size
-    head = c.hidden_size * c.draft_vocab_size
-    teacher = c.target_hidden_size * c.draft_vocab_size
-    work = 6 * fusing + steps * 6 * (layer + head) + 2 * teacher
+    layers = audit.count(name for name in audit.shapes if name.startswith("layers."))
+    fusing, head = c.fc_in * c.hidden_size, c.hidden_size * c.draft_vocab_size
     store = 2 * c.target_hidden_size * (len(c.aux_layers) + 1)
     found: Json = {
-        "weights_bytes": 6 * trained + 2 * still,
+        "weights_bytes": 6 * trained + 2 * (audit.count(audit.shapes) - trained),
         "gradients_bytes": 4 * trained,
         "optimizer_bytes": 8 * trained,
         "activations_bytes": 2 * batch_tokens * (c.fc_in + steps * row) + logits,
         "store_bytes_per_token": store,
-        "flops_per_token": work,
+        "flops_per_token": 6 * fusing + steps * 6 * (layers + head) + 2 * audit.count(audit.tensors[TEACHER]),
         "batch_tokens": batch_tokens,
         "steps": steps,
     }
-    if tokens:
-        found |= {"tokens": tokens, "epochs": epochs, "store_bytes": store * tokens}
-        if flops:
-            found["train_seconds"] = work * tokens * epochs / flops
-        elif seconds_per_batch:
-            found["train_seconds"] = seconds_per_batch * tokens * epochs / batch_tokens
+    if tokens := plan.get("tokens"):
+        found |= {"tokens": tokens, "epochs": plan.get("epochs", 1), "store_bytes": store * tokens}
+        if seconds := plan.get("seconds_per_batch"):
+            found["train_seconds"] = seconds * tokens * found["epochs"] / batch_tokens
     return found
 
 
-# ---- before training, with weights -------------------------------------------------------------------------------------
+# ---- before training, with weights -----------------------------------------------------------------------------------
 
 
 def audit_before(
@@ -289,11 +280,11 @@ def audit_before(
     draft: "Draft",
     *,
     teacher_head: "torch.Tensor",
-    optimizer: Any = None,
+    optimizer: Any,
     sources: Mapping[str, str],
-    store_meta: Mapping[str, Any] | None,
-    store_figures: Mapping[str, Any] | None,
-    vocab: Mapping[str, Any] | None,
+    store_meta: Mapping[str, Any],
+    store_figures: Mapping[str, Any],
+    vocab: Mapping[str, Any],
     policy_frozen: Collection[str],
     dry_step: Callable[[], Any] | None,
     plan: Json | None = None,
@@ -302,327 +293,225 @@ def audit_before(
 
     teacher_head [Vd, H]: what will teach, in any float dtype. optimizer: one torch optimizer or several.
     sources: component -> where its values come from ("target NAME", "random …", "checkpoint PATH").
-    store_meta: Store.meta. store_figures: figures of the store's manifest, plus "longest" (tokens of the longest
-    sample) where known. vocab: "always" (ids that must be in: special and end tokens), "coverage" (share of supervised
-    tokens in the map), "tau_ceiling", "untrained", "d2t" (int64 [Vd], the map of the vocabulary stage); all optional.
-    dry_step: runs one batch forward and backward into `.grad` and returns the loss; gradients are cleared afterwards.
-    plan: as for `audit_config`; with batch_tokens the time estimate is the dry step's own.
+    store_meta: Store.meta. store_figures: those of its manifest, and "longest" (tokens of the longest sample).
+    vocab: what vocab.json holds, "always" (ids that must be in: special and end tokens) and "d2t" (int64 [Vd], the map
+    of the vocabulary stage). dry_step: runs one batch forward and backward into `.grad` and returns the loss; gradients
+    are cleared afterwards. plan: epochs, steps (K) and batch_tokens (of the dry step too), for the estimates.
     """
     audit = _Audit("before", draft.config, policy_frozen)
-    audit.sources = {component: sources.get(component, "not said") for component in audit.sizes}
-    _config_checks(audit, target)
+    audit.sources |= {component: sources[component] for component in audit.tensors if component in sources}
     parameters = dict(draft.named_parameters(remove_duplicate=False))
-    _check_shapes(audit, {**parameters, f"{TEACHER}.weight": teacher_head})
-    _check_requires_grad(audit, parameters)
-    _check_memory(audit, {**parameters, f"{TEACHER}.weight": teacher_head})
-    _check_map(audit, draft.d2t, draft.t2d, target, vocab or {})
-    _check_provenance(audit, target, parameters, teacher_head, draft.d2t, draft.t2d)
-    _check_masters(audit, parameters, optimizer)
-    if optimizer is not None:
-        _check_optimizer(audit, parameters, optimizer)
-    seconds = _check_dry_step(audit, parameters, dry_step, (plan or {}).get("steps")) if dry_step else None
+    tensors = parameters | {f"{TEACHER}.weight": teacher_head}
+    maps = {name: value for name, value in zip(MAPS, (draft.d2t, draft.t2d), strict=True) if value is not None}
+    groups = [g for one in (optimizer if isinstance(optimizer, list) else [optimizer]) for g in one.param_groups]
+    plan = {"tokens": store_figures["tokens"], **(plan or {})}
+    _config_checks(audit, target)
+    _check_shapes(audit, tensors | maps)
+    _check_memory(audit, tensors)
+    _check_vocabulary(audit, vocab)
+    if len(maps) == 2:
+        _check_map(audit, maps["d2t"].cpu().long(), maps["t2d"].cpu().bool(), target, vocab)
+    _check_origins(audit, target, tensors, maps.get("t2d"))
+    _check_training(audit, parameters, groups)
+    if dry_step:
+        plan["seconds_per_batch"] = _check_dry_step(audit, parameters, dry_step, plan.get("steps", 7))
     _check_store(audit, target, store_meta, store_figures)
-    extra = {"tokens": (store_figures or {}).get("tokens"), **(plan or {})}
-    if seconds and "batch_tokens" in extra and "flops" not in extra:
-        extra["seconds_per_batch"] = seconds
-    audit.estimates = estimate(draft.config, policy_frozen, **extra)
+    audit.estimates = _estimate(audit, plan)
     return audit.result()
 
 
-def _parts(audit: _Audit, parameters: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Component -> its parameters that exist."""
-    for component, names in audit.tensors.items():
-        there = {name: parameters[name] for name in names if name in parameters}
-        if there:
-            yield component, there
-
-
-def _list(names: Iterable[str], most: int = 3) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _check_shapes(audit: _Audit, parameters: Mapping[str, "torch.Tensor"]) -> None:
-    for name, shape in all_shapes(audit.config).items():
-        if is_map(name):
-            continue
-        if name not in parameters:
+def _check_shapes(audit: _Audit, found: Tensors, absent: Collection[str] = ()) -> None:
+    for name, shape in audit.shapes.items():
+        if name in found and tuple(found[name].shape) != shape:
+            audit.say(component_of(name), FAIL, f"{name} is {list(found[name].shape)}, its config says {list(shape)}")
+        elif name not in found and name not in absent:
             audit.say(component_of(name), FAIL, f"{name} is missing from the draft")
-        elif tuple(parameters[name].shape) != shape:
-            audit.say(component_of(name), FAIL, f"{name} is {list(parameters[name].shape)}, its config says {list(shape)}")  # fmt: skip
-    unknown = sorted(parameters.keys() - all_shapes(audit.config).keys())
-    if unknown:
+    if unknown := sorted(found.keys() - audit.shapes.keys()):
         audit.check("tensors", FAIL, f"The draft has parameters that its config does not know: {_list(unknown)}.")
 
 
-def _check_requires_grad(audit: _Audit, parameters: Mapping[str, "torch.Tensor"]) -> None:
-    for component, there in _parts(audit, parameters):
-        loose = [n for n, p in there.items() if is_frozen(n, audit.policy) and p.requires_grad]
-        stuck = [n for n, p in there.items() if not is_frozen(n, audit.policy) and not p.requires_grad]
-        if loose:
-            audit.say(component, FAIL, f"{_list(loose)} would be trained (requires_grad), the recipe freezes it")
-        if stuck:
-            audit.say(component, FAIL, f"{_list(stuck)} is frozen (requires_grad is off), the recipe trains it")
-
-
-def _check_memory(audit: _Audit, parameters: Mapping[str, "torch.Tensor"]) -> None:
+def _check_memory(audit: _Audit, tensors: Tensors) -> None:
     """No two tensors may lie in the same memory: training one would move the other."""
-    spans = []
-    for name, tensor in parameters.items():
-        if tensor.device.type != "meta" and tensor.numel():
-            start = tensor.data_ptr()
-            spans.append((start, start + tensor.numel() * tensor.element_size(), name, tensor.device))
-    spans.sort(key=lambda span: (str(span[3]), span[0], span[2]))
-    for (_, end, first, device), (start, _, second, other) in itertools.pairwise(spans):
-        if device == other and start < end:
-            audit.say(component_of(second), FAIL, f"{first} and {second} share memory (tied), so training one moves the other")  # fmt: skip
+    spans = sorted((str(t.device), t.data_ptr(), name) for name, t in tensors.items() if t.numel())
+    for (device, start, first), (other, behind, second) in itertools.pairwise(spans):
+        if device == other and behind < start + tensors[first].nbytes:
+            audit.say(component_of(second), FAIL, f"{first} and {second} share memory: training one moves the other")
+
+
+def _check_vocabulary(audit: _Audit, vocab: Mapping[str, Any]) -> None:
+    if (coverage := vocab.get("coverage")) is not None:
+        ceiling, size = vocab.get("tau_ceiling"), audit.config.draft_vocab_size
+        limit = f"; even a perfect draft reaches tau {ceiling:.2f} at most" if ceiling is not None else ""
+        text = f"{1 - coverage:.2%} of the supervised tokens are outside the draft vocabulary of {size:,}{limit}."
+        audit.check("out of vocabulary", OK if coverage >= 0.95 else NOTE, text)
+    if unseen := vocab.get("untrained_rows"):
+        audit.check("unseen rows", NOTE, f"{unseen:,} tokens of the draft vocabulary were never supervised.")
 
 
 def _check_map(
-    audit: _Audit, d2t: "torch.Tensor | None", t2d: "torch.Tensor | None", target: Target, vocab: Mapping[str, Any]
+    audit: _Audit, d2t: "torch.Tensor", inside: "torch.Tensor", target: Target, vocab: Mapping[str, Any]
 ) -> None:
+    """d2t int64 [Vd] offsets, inside bool [V]."""
     import torch
 
-    c = audit.config
-    coverage = vocab.get("coverage")
-    if coverage is not None:
-        ceiling = vocab.get("tau_ceiling")
-        limit = f"; even a perfect draft reaches tau {float(ceiling):.2f} at most" if ceiling is not None else ""
-        audit.check("out of vocabulary", OK if coverage >= 0.95 else NOTE, f"{1 - coverage:.2%} of the supervised tokens are outside the draft vocabulary of {c.draft_vocab_size:,}{limit}.")  # fmt: skip
-    if vocab.get("untrained"):
-        audit.check("unseen rows", NOTE, f"{vocab['untrained']:,} tokens of the draft vocabulary were never supervised; their head rows get no positive example.")  # fmt: skip
-    if "d2t" not in audit.sizes:
-        return
-    if d2t is None or t2d is None:
-        audit.say("d2t", FAIL, "the draft vocabulary is reduced, but the draft has no maps")
-        return
-    where = d2t.cpu().long() + torch.arange(len(d2t))
-    forms = (
-        (d2t.dtype == torch.int64, f"its dtype is {d2t.dtype}, expected int64"),
-        (len(d2t) == c.draft_vocab_size, f"{len(d2t):,} entries, expected {c.draft_vocab_size:,}"),
-        (bool((where.diff() > 0).all()), "i + d2t[i] is not strictly increasing; d2t must hold offsets, not target ids"),
-        (int(where.min()) >= 0 and int(where.max()) < c.vocab_size, f"i + d2t[i] reaches {int(where.max()):,}, outside the vocabulary of {c.vocab_size:,}"),
-    )  # fmt: skip
-    wrong = [sentence for fine, sentence in forms if not fine]
-    for sentence in wrong:
-        audit.say("d2t", FAIL, sentence)
-    inside = t2d.cpu().bool()
-    if len(inside) != c.vocab_size:
-        audit.say("t2d", FAIL, f"{len(inside):,} entries, expected {c.vocab_size:,}")
-        return
-    if not wrong:
+    where = d2t + torch.arange(len(d2t))
+    low, high = int(where.min()), int(where.max())
+    ascending, within = bool((where.diff() > 0).all()), 0 <= low <= high < len(inside)
+    if not ascending:
+        audit.say("d2t", FAIL, "i + d2t[i] is not strictly increasing; d2t must hold offsets, not target ids")
+    if not within:
+        audit.say("d2t", FAIL, f"i + d2t[i] reaches {low:,} to {high:,}, outside the vocabulary of {len(inside):,}")
+    if ascending and within:
         same = torch.equal(torch.nonzero(inside).flatten(), where)
         audit.say("d2t", OK, f"int64 offsets, {len(d2t):,} target ids in ascending order")
-        audit.say("t2d", OK if same else FAIL, f"names the same {len(d2t):,} tokens as d2t" if same else "d2t and t2d name different tokens")  # fmt: skip
-        if torch.equal(where, torch.arange(len(where))):
-            audit.say("d2t", FAIL, f"it names ids 0 to {len(where) - 1:,}, as a map that was never filled does")
-    if vocab.get("d2t") is not None and not torch.equal(torch.as_tensor(vocab["d2t"]).long(), d2t.cpu().long()):
+        audit.say("t2d", same, f"names {'the same' if same else 'other'} tokens {'as' if same else 'than'} d2t")
+    known = vocab.get("d2t")
+    if known is not None and not torch.equal(torch.as_tensor(known).long(), d2t):
         audit.say("d2t", FAIL, "it is not the map of the vocabulary stage")
+    elif known is None and not bool(d2t.any()):
+        audit.say("d2t", FAIL, f"it names ids 0 to {len(d2t) - 1:,}, as a map that was never filled does")
     needed = {int(i) for i in vocab.get("always", ())} | set(target.eos_ids)
     absent = sorted(i for i in needed if not 0 <= i < len(inside) or not inside[i])
-    ends = [i for i in absent if i in target.eos_ids]
-    if ends:
-        audit.say("t2d", FAIL, f"the end token {_list(map(str, ends))} is not in the draft vocabulary, so the draft can never end an answer")  # fmt: skip
-    if others := [i for i in absent if i not in ends]:
-        audit.say("t2d", FAIL, f"special tokens {_list(map(str, others), 5)} are not in the draft vocabulary")
+    if ends := [str(i) for i in absent if i in target.eos_ids]:
+        audit.say("t2d", FAIL, f"the end token {_list(ends)} is not in it, so the draft can never end an answer")
+    if others := [str(i) for i in absent if i not in target.eos_ids]:
+        audit.say("t2d", FAIL, f"special tokens {_list(others)} are not in it")
     if needed and not absent:
         audit.say("t2d", OK, f"all {len(needed)} special and end tokens are in")
 
 
-def _check_provenance(
-    audit: _Audit,
-    target: Target,
-    parameters: Mapping[str, "torch.Tensor"],
-    teacher: "torch.Tensor",
-    d2t: "torch.Tensor | None",
-    t2d: "torch.Tensor | None",
-) -> None:
-    import torch
-
-    c = audit.config
-    for component, there in _parts(audit, {**parameters, f"{TEACHER}.weight": teacher}):
-        if bad := [n for n, p in there.items() if p.device.type != "meta" and not bool(torch.isfinite(p.detach()).all())]:  # fmt: skip
-            audit.say(component, FAIL, f"{_list(bad)} holds NaN or infinities")
+def _check_origins(audit: _Audit, target: Target, tensors: Tensors, t2d: "torch.Tensor | None") -> None:
+    """Embedding, teacher and head against the target's own values."""
     embedding, head = target.tensor_name("embedding"), target.tensor_name("head")
     if embedding is None or head is None:
-        audit.check("target weights", NOTE, f"{target.path} holds no embedding or head, so nothing could be compared with the target.")  # fmt: skip
+        audit.check("target weights", NOTE, f"{target.path} holds no embedding or head to compare with.")
         return
-    mine = parameters.get(f"{EMBEDDING}.weight")
-    if mine is not None and c.hidden_size == c.target_hidden_size:
-        equal = same_bits(mine, target.read_tensor(embedding))
-        if equal:
-            audit.say(EMBEDDING, OK, f"bitwise equal to the target's {embedding}")
-        elif is_frozen(f"{EMBEDDING}.weight", audit.policy):
-            audit.say(EMBEDDING, FAIL, f"frozen, but not the target's {embedding}: wrong or random numbers would stay for ever")  # fmt: skip
-        elif audit.sources[EMBEDDING].startswith("target"):
-            audit.say(EMBEDDING, FAIL, f"said to come from the target, but differs from its {embedding}")
-    rows = target.read_tensor(head)
-    if t2d is not None and len(t2d) == len(rows):
-        rows = rows[t2d.cpu().bool()]
-    elif t2d is not None:
-        audit.say(TEACHER, FAIL, f"the target's {head} has {len(rows):,} rows, t2d {len(t2d):,}")
+    rows, words = target.read_tensor(head), f"the target's {head}"
+    if t2d is not None and len(t2d) != len(rows):
+        audit.say(TEACHER, FAIL, f"{words} has {len(rows):,} rows, t2d {len(t2d):,}")
         return
-    chosen = "rows named by t2d" if t2d is not None else "rows"
-    equal = same_bits(teacher, rows)
-    audit.say(
-        TEACHER,
-        OK if equal else FAIL,
-        f"bitwise equal to the {chosen} of the target's {head}"
-        if equal
-        else f"not the {chosen} of the target's {head}, so the teacher would teach other tokens",
-    )
-    mine = parameters.get(f"{HEAD}.weight")
-    if mine is None or c.hidden_size != c.target_hidden_size:
-        return
-    equal, claimed = same_bits(mine, rows), audit.sources[HEAD].startswith("target")
-    if equal:
-        audit.say(HEAD, OK, f"begins as the {chosen} of the target's {head}")
-    elif claimed:
-        audit.say(HEAD, FAIL, f"said to be the {chosen} of the target's {head}, but differs")
-    elif is_frozen(f"{HEAD}.weight", audit.policy) and not audit.sources[HEAD].startswith("checkpoint"):
-        audit.say(HEAD, FAIL, f"frozen, but not the {chosen} of the target's {head}")
+    if t2d is not None:
+        rows, words = rows[t2d.cpu().bool()], f"the rows named by t2d of {words}"
+    wanted = {TEACHER: (rows, words)}
+    if audit.config.hidden_size == audit.config.target_hidden_size:
+        wanted |= {EMBEDDING: (target.read_tensor(embedding), f"the target's {embedding}"), HEAD: (rows, words)}
+    for component, (values, words) in wanted.items():
+        source = audit.sources[component]
+        if same_bits(tensors[f"{component}.weight"], values):
+            audit.say(component, OK, f"bitwise equal to {words}")
+        elif audit.frozen(f"{component}.weight") and not source.startswith("checkpoint"):
+            audit.say(component, FAIL, f"frozen, but not {words}: wrong or random numbers would stay for ever")
+        elif source.startswith("target"):
+            audit.say(component, FAIL, f"said to be {words}, but differs")
 
 
 def same_bits(mine: "torch.Tensor", theirs: "torch.Tensor", rows: int = 16_384) -> bool:
     """Bitwise equality after casting `theirs` to the dtype of `mine`, a block of rows at a time."""
     import torch
 
-    if mine.shape != theirs.shape or mine.device.type == "meta":
+    if mine.shape != theirs.shape:
         return False
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for a, b in zip(mine.detach().split(rows), theirs.detach().split(rows), strict=True):
-        a = a.cpu().contiguous()
-        b = b.cpu().to(a.dtype).contiguous()
-        if not torch.equal(a.view(words[a.element_size()]), b.view(words[b.element_size()])):
-            return False
-    return True
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[mine.element_size()]
+    return all(
+        torch.equal(a.cpu().contiguous().view(words), b.cpu().to(a.dtype).contiguous().view(words))
+        for a, b in zip(mine.detach().split(rows), theirs.detach().split(rows), strict=True)
+    )
 
 
-def _check_masters(audit: _Audit, parameters: Mapping[str, "torch.Tensor"], optimizer: Any) -> None:
+def _check_training(audit: _Audit, parameters: Tensors, groups: list[Json]) -> None:
+    """What the optimizer's groups hold must be what the recipe trains, in a dtype that can train it."""
     import torch
 
-    rates = [group["lr"] for one in _optimizers(optimizer) for group in one.param_groups if group.get("lr")]
-    for component, there in _parts(audit, parameters):
-        narrow = [n for n, p in there.items() if p.requires_grad and str(p.dtype) not in TRAIN_DTYPES]
-        if not narrow:
-            continue
-        dtype = there[narrow[0]].dtype
-        name = str(dtype).removeprefix("torch.")
-        text = f"{_list(narrow)} trains in {name}; use float32 masters"
-        if any("norm" in n for n in narrow):
-            rate = max(rates, default=1e-3)
-            moves = bool(torch.tensor(1.0, dtype=dtype) - rate != 1.0)
-            text += f" (in {name} a norm at 1.0 {'may move by whole steps only' if moves else f'cannot move: an update of {rate:g} is rounded away'})"  # fmt: skip
-        audit.say(component, FAIL, text)
-
-
-def _optimizers(optimizer: Any) -> list[Any]:
-    if optimizer is None:
-        return []
-    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-
-
-def _check_optimizer(audit: _Audit, parameters: Mapping[str, "torch.Tensor"], optimizer: Any) -> None:
-    held = [id(p) for one in _optimizers(optimizer) for group in one.param_groups for p in group["params"]]
-    for component, there in _parts(audit, parameters):
-        counts = {name: held.count(id(p)) for name, p in there.items()}
-        trained = [n for n in there if not is_frozen(n, audit.policy)]
-        if missing := [n for n in trained if not counts[n]]:
-            audit.say(component, FAIL, f"{_list(missing)} should be trained but is in no optimizer group, so it would never move")  # fmt: skip
-        if twice := [n for n in trained if counts[n] > 1]:
-            audit.say(component, FAIL, f"{_list(twice)} is in the optimizer more than once")
-        if frozen := [n for n in there if n not in trained and counts[n]]:
-            audit.say(component, FAIL, f"{_list(frozen)} is frozen but in the optimizer")
-        if trained and all(counts[n] == 1 for n in trained):
+    held = Counter(id(parameter) for group in groups for parameter in group["params"])
+    counts = {name: held[id(parameter)] for name, parameter in parameters.items()}
+    grad = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    frozen = audit.frozen
+    faults: Faults = {
+        "{} holds NaN or infinities": lambda n: not bool(torch.isfinite(parameters[n].detach()).all()),
+        "{} would be trained (requires_grad), the recipe freezes it": lambda n: frozen(n) and grad[n],
+        "{} is frozen (requires_grad is off), the recipe trains it": lambda n: not frozen(n) and not grad[n],
+        "{} should be trained but is in no optimizer group": lambda n: not frozen(n) and not counts[n],
+        "{} is in the optimizer more than once": lambda n: counts[n] > 1,
+        "{} is frozen but in the optimizer": lambda n: frozen(n) and counts[n] > 0,
+    }
+    rate = max((group["lr"] for group in groups if group["lr"]), default=1e-3)
+    for component, names in audit.parts(parameters):
+        if not audit.blame(component, names, faults) and audit.state(component) == "trained":
             audit.say(component, OK, "in the optimizer once")
+        narrow = [n for n in names if grad[n] and parameters[n].dtype not in (torch.float32, torch.float64)]
+        if narrow:
+            dtype = parameters[narrow[-1]].dtype
+            text = f"{_list(narrow)} trains in {str(dtype).removeprefix('torch.')}; use float32 masters"
+            if "norm" in component and float(torch.tensor(1.0, dtype=dtype) - rate) == 1.0:
+                text += f" (a norm at 1.0 cannot move: an update of {rate:g} is rounded away)"
+            audit.say(component, FAIL, text)
 
 
-def _check_dry_step(
-    audit: _Audit, parameters: Mapping[str, "torch.Tensor"], dry_step: Callable[[], Any], steps: int | None
-) -> float | None:
-    """Run one batch, look at every gradient, clear them. Returns the seconds it took."""
+def _check_dry_step(audit: _Audit, parameters: Tensors, dry_step: Callable[[], Any], steps: int) -> float | None:
+    """Run one batch, look at every gradient, clear them. Returns the seconds it took, None where it failed."""
     import torch
 
-    for parameter in parameters.values():
-        parameter.grad = None
     start = time.monotonic()
     try:
-        loss = dry_step()
+        loss = float(dry_step())
     except RuntimeError as error:  # autograd's own refusals, such as a graph in which nothing requires a gradient
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        audit.check("dry step", FAIL, f"The one-batch dry step failed: {reason}.")
+        audit.check("dry step", FAIL, f"The one-batch dry step failed: {first_line(error)}.")
         return None
     seconds = time.monotonic() - start
-    value = float(loss) if loss is not None else None
-    if value is not None and not math.isfinite(value):
-        audit.check("dry step", FAIL, f"The loss of the one-batch dry step is {value}.")
-    else:
-        audit.check("dry step", OK, "One batch went forward and backward" + (f", loss {value:.4f}." if value is not None else "."))  # fmt: skip
-    uniform = (steps or 0) * math.log(audit.config.draft_vocab_size)
-    if value is not None and steps and math.isfinite(value) and value > uniform:
-        audit.check("first loss", NOTE, f"The first loss, {value:.1f}, is worse than a uniform guess over the draft vocabulary, {uniform:.1f} at most; a head of the target's rows expects states of the size that the target's final norm gives.")  # fmt: skip
-    for component, there in _parts(audit, parameters):
-        trained = {n: p for n, p in there.items() if not is_frozen(n, audit.policy)}
-        bad = [n for n, p in trained.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
-        none = [n for n, p in trained.items() if p.grad is None or not bool(p.grad.any())]
-        leaked = [n for n, p in there.items() if n not in trained and p.grad is not None]
-        if bad:
-            audit.say(component, FAIL, f"the gradient of {_list(bad)} holds NaN or infinities")
-        if none:
-            audit.say(component, FAIL, f"{_list(none)} got no gradient in the dry step")
-        if leaked:
-            audit.say(component, FAIL, f"{_list(leaked)} is frozen but got a gradient in the dry step")
-        if trained and not bad and not none:
-            audit.say(component, OK, "every tensor got a gradient")
-        elif not trained and not leaked:
-            audit.say(component, OK, "got no gradient")
+    fine = math.isfinite(loss)
+    text = f"One batch went forward and backward, loss {loss:.4f}." if fine else f"The loss of the dry step is {loss}."
+    audit.check("dry step", fine, text)
+    if fine and loss > (uniform := steps * math.log(audit.config.draft_vocab_size)):
+        text = f"The first loss, {loss:.1f}, is worse than a uniform guess ({uniform:.1f} at most)"
+        audit.check("first loss", NOTE, f"{text}: are the states of the size that the head expects?")
+    frozen, grads = audit.frozen, {name: parameter.grad for name, parameter in parameters.items()}
+    seen = {name for name, grad in grads.items() if grad is not None and bool(grad.any())}
+    broken = {name for name, grad in grads.items() if grad is not None and not bool(torch.isfinite(grad).all())}
+    faults: Faults = {
+        "the gradient of {} holds NaN or infinities": lambda n: n in broken,
+        "{} got no gradient in the dry step": lambda n: not frozen(n) and n not in seen,
+        "{} is frozen but got a gradient in the dry step": lambda n: frozen(n) and grads[n] is not None,
+    }
+    for component, names in audit.parts(parameters):
+        if not audit.blame(component, names, faults):
+            trained = audit.state(component) == "trained"
+            audit.say(component, OK, "every tensor got a gradient" if trained else "got no gradient")
     for parameter in parameters.values():
         parameter.grad = None
     return seconds
 
 
-def _check_store(
-    audit: _Audit, target: Target, meta: Mapping[str, Any] | None, figures: Mapping[str, Any] | None
-) -> None:
-    c = audit.config
-    if meta is not None:
-        layers, width = list(meta["layers"]), int(meta["hidden_size"])
-        audit.check("store layers", layers == list(c.aux_layers), f"The store holds the layers out{tuple(layers)}, the draft reads out{c.aux_layers}.")  # fmt: skip
-        audit.check("store width", width == c.target_hidden_size, f"The store's states are {width:,} wide, the draft's target {c.target_hidden_size:,}.")  # fmt: skip
-        audit.check("fc width", len(layers) * width == c.fc_in, f"fc reads {c.fc_in:,} inputs, the store gives {len(layers)} x {width:,}.")  # fmt: skip
-        theirs, ours = dict(meta.get("target") or {}), target.fingerprints
-        words = {"config": "config", "weights": "weights", "tokenizer": "tokenizer", "chat_template": "chat template"}
-        for key, word in words.items():
-            if key not in theirs:
-                audit.check(f"store {word}", NOTE, f"The store does not say which {word} its target had.")
-            else:
-                same = theirs[key] == ours[key]
-                audit.check(f"store {word}", same, f"The store was extracted with {'the same' if same else 'another'} {word} of the target.")  # fmt: skip
-        stored = (meta.get("extra") or {}).get("vocab_size")
-        if stored is not None and stored != c.vocab_size:
-            audit.check("store vocabulary", FAIL, f"The store's target has {stored:,} tokens, the draft's {c.vocab_size:,}.")  # fmt: skip
-    if figures is None:
-        return
-    tokens, supervised = figures.get("tokens"), figures.get("supervised_tokens")
-    if tokens and supervised is not None:
-        audit.check("supervised", supervised > 0, f"{supervised:,} of {tokens:,} tokens are supervised ({supervised / tokens:.1%}).")  # fmt: skip
-    share = figures.get("self_check")
-    if share is not None:
-        state = OK if share >= SELF_CHECK else NOTE if share >= SELF_CHECK / 2 else FAIL
-        audit.check("teacher self-check", state, f"The argmax of the stored final states is the next token at {share:.1%} of the teacher positions (greedy answers of this target: {SELF_CHECK:.0%} or more).")  # fmt: skip
-    if figures.get("codec_error"):
-        audit.check("codec", NOTE, f"The store's codec is lossy: relative error {figures['codec_error']:.2%}.")
-    if longest := figures.get("longest"):
-        reach = rope_range(c)
-        audit.check("longest sample", longest <= reach, f"The longest sample has {longest:,} tokens, the draft's RoPE reaches {reach:,}.")  # fmt: skip
+def _check_store(audit: _Audit, target: Target, meta: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
+    c, check = audit.config, audit.check
+    layers, width = tuple(meta["layers"]), int(meta["hidden_size"])
+    text = f"The store holds the layers out{layers}, the draft reads out{c.aux_layers}."
+    check("store layers", layers == c.aux_layers, text)
+    text = f"fc reads {c.fc_in:,} inputs, the store gives {len(layers)} x {width:,}."
+    check("fc width", len(layers) * width == c.fc_in, text)
+    for key in ("config", "weights", "tokenizer", "chat_template"):
+        same, word = meta["target"].get(key) == target.fingerprints[key], key.replace("_", " ")
+        text = f"The store was extracted with {'the same' if same else 'another'} {word} of the target."
+        check(f"store {word}", same, text)
+    tokens, supervised = figures["tokens"], figures["supervised_tokens"]
+    text = f"{supervised:,} of {tokens:,} tokens are supervised ({supervised / max(tokens, 1):.1%})."
+    check("supervised", supervised > 0, text)
+    if (hits := figures.get("self_check")) is not None:
+        state = OK if hits >= SELF_CHECK else NOTE if hits >= SELF_CHECK / 2 else FAIL
+        text = f"The argmax of the stored final states is the next token at {hits:.1%} of the teacher positions"
+        check("teacher self-check", state, f"{text} (greedy answers of this target: {SELF_CHECK:.0%} or more).")
+    if error := figures.get("codec_error"):
+        check("codec", NOTE, f"The store's codec is lossy: relative error {error:.2%}.")
+    longest, reach = figures.get("longest", 0), rope_range(c)
+    text = f"The longest sample has {longest:,} tokens, the draft's RoPE reaches {reach:,}."
+    check("longest sample", longest <= reach, text)
 
 
-# ---- after training, and at export -------------------------------------------------------------------------------------
+# ---- after training, and at export -----------------------------------------------------------------------------------
 
 
 def audit_after(
-    initial: Mapping[str, "torch.Tensor"],
-    trained: Mapping[str, "torch.Tensor"],
+    initial: Tensors,
+    trained: Tensors,
     policy_frozen: Collection[str],
     exported: Path | None,
     target: Target,
@@ -630,74 +519,42 @@ def audit_after(
 ) -> Json:
     """Did training do what was agreed, and does the file hold it?
 
-    initial, trained: state dicts by internal name; initial may leave out the embedding, which then is compared with
-    the target's. exported: a folder that `serving.export` wrote, in any layout.
+    initial, trained: state dicts by internal name; trained may leave out what is frozen, initial the embedding, which
+    then is compared with the target's. exported: a folder that `serving.export` wrote, in any layout.
     """
     audit = _Audit("after", config, policy_frozen)
-    audit.sources = {c: "the checkpoint, compared with the state before training" for c in audit.sizes}
-    absent = {name: _Shaped(shape) for name, shape in all_shapes(config).items() if is_frozen(name, policy_frozen)}
-    _check_shapes(audit, {**absent, **trained})  # type: ignore[dict-item]
-    for name in ("d2t", "t2d"):
-        if name in audit.sizes and name not in trained:
-            audit.say(name, FAIL, f"{name} is missing from the checkpoint")
-    for component, names in audit.tensors.items():
-        _check_moved(audit, component, [n for n in names if n in trained], initial, trained, target)
+    audit.sources = dict.fromkeys(audit.tensors, "the checkpoint, compared with the state before training")
+    _check_shapes(audit, trained, absent=[name for name in audit.shapes if is_frozen(name, audit.policy)])
+    embedding, name = f"{EMBEDDING}.weight", target.tensor_name("embedding")
+    if embedding not in initial and name:
+        _check_moved(audit, {embedding: target.read_tensor(name)}, trained, f"the target's {name}")
+    _check_moved(audit, initial, trained, "before training")
     if exported is not None:
         _check_exported(audit, Path(exported), trained, target)
     return audit.result()
 
 
-class _Shaped:
-    """Stands for a frozen tensor, which a checkpoint need not hold."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-
-
-def _check_moved(
-    audit: _Audit,
-    component: str,
-    names: list[str],
-    initial: Mapping[str, "torch.Tensor"],
-    trained: Mapping[str, "torch.Tensor"],
-    target: Target,
-) -> None:
+def _check_moved(audit: _Audit, before: Tensors, now: Tensors, origin: str) -> None:
+    """Every tensor that both hold: frozen ones to the bit, trained ones moved."""
     import torch
 
-    changes: dict[str, float] = {}
-    for name in names:
-        now, before = trained[name].detach().cpu(), initial.get(name)
-        if not bool(torch.isfinite(now).all()):
-            audit.say(component, FAIL, f"{name} holds NaN or infinities")
+    frozen = audit.frozen
+    changes = {name: relative_change(before[name], now[name]) for name in before if name in now and not frozen(name)}
+    faults: Faults = {
+        "{} holds NaN or infinities": lambda n: not bool(torch.isfinite(now[n]).all()),
+        f"{{}} is frozen but differs from {origin}": lambda n: frozen(n) and not same_bits(now[n], before[n]),
+        "{} did not move in training": lambda n: changes.get(n) == 0,
+        "{} still stands at exactly 1.0 in most of its entries, as norms trained in bf16 do": lambda n: (
+            n in changes and "norm" in n and float((now[n] == 1).float().mean()) > 0.5
+        ),
+    }
+    for component, names in audit.parts({name: now[name] for name in before if name in now}):
+        moved = sorted((changes[name], name) for name in names if name in changes)
+        if audit.blame(component, names, faults):
             continue
-        if is_map(name) or is_frozen(name, audit.policy):
-            origin = "before training"
-            if before is None and name == f"{EMBEDDING}.weight" and (there := target.tensor_name("embedding")):
-                before, origin = target.read_tensor(there), f"the target's {there}"
-            if before is None:
-                audit.say(component, OPEN, f"{name} was not kept from before training")
-            elif same_bits(now, before):
-                audit.say(component, OK, f"bitwise as {origin}")
-            else:
-                audit.say(component, FAIL, f"{name} is frozen but differs from {origin}")
-            continue
-        if before is None:
-            audit.say(component, OPEN, f"{name} was not kept from before training")
-            continue
-        old = before.detach().cpu()
-        if old.shape != now.shape:
-            audit.say(component, FAIL, f"{name} was {list(old.shape)} before training and is {list(now.shape)}")
-            continue
-        changes[name] = relative_change(old, now)
-        if "norm" in name:
-            still = float((now == 1).float().mean())
-            if still > 0.5:
-                audit.say(component, FAIL, f"{name} still stands at exactly 1.0 in {still:.0%} of its entries, as norms trained in bf16 do")  # fmt: skip
-    if stuck := [n for n, change in changes.items() if change == 0]:
-        audit.say(component, FAIL, f"{_list(stuck)} did not move in training")
-    if changes and not stuck:
-        least, most = min(changes, key=changes.__getitem__), max(changes, key=changes.__getitem__)
-        text = f"moved by {changes[most]:.2%}" if len(changes) == 1 else f"moved by {changes[least]:.2%} ({least}) to {changes[most]:.2%} ({most})"  # fmt: skip
+        text = f"bitwise as {origin}" if not moved else f"moved by {moved[-1][0]:.2%}"
+        if len(moved) > 1:
+            text = "moved by " + " to ".join(f"{change:.2%} ({name})" for change, name in (moved[0], moved[-1]))
         audit.say(component, OK, text)
 
 
@@ -705,12 +562,12 @@ def relative_change(before: "torch.Tensor", now: "torch.Tensor") -> float:
     """||now - before|| / ||before||, in float64; the absolute norm where before is all zeros."""
     import torch
 
-    difference = torch.linalg.vector_norm(now.double() - before.double())
-    size = torch.linalg.vector_norm(before.double())
+    before, now = before.detach().cpu().double(), now.detach().cpu().double()
+    difference, size = torch.linalg.vector_norm(now - before), torch.linalg.vector_norm(before)
     return float(difference / size) if size else float(difference)
 
 
-def _check_exported(audit: _Audit, folder: Path, trained: Mapping[str, "torch.Tensor"], target: Target) -> None:
+def _check_exported(audit: _Audit, folder: Path, trained: Tensors, target: Target) -> None:
     from eyas.serving.export import load_draft
 
     try:
@@ -718,26 +575,32 @@ def _check_exported(audit: _Audit, folder: Path, trained: Mapping[str, "torch.Te
     except EyasError as error:
         audit.check("export", FAIL, f"The exported draft cannot be read: {error}")
         return
-    served = ("hidden_size", "target_hidden_size", "vocab_size", "draft_vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "aux_layers", "num_layers", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "qk_norm")  # fmt: skip
-    differs = [name for name in served if getattr(config, name) != getattr(audit.config, name)]
-    audit.check("export config", not differs, f"The exported config differs in {_list(differs)}." if differs else "The exported config says what was trained.")  # fmt: skip
+    ours, theirs = _as_written(audit.config), _as_written(config)
+    differs = [name for name in ours if ours[name] != theirs[name]]
+    text = f"differs in {_list(differs)}." if differs else "says what was trained."
+    audit.check("export config", not differs, f"The exported config {text}")
     wanted = [name for name in trained if component_of(name) != TEACHER]
-    missing = [name for name in wanted if name not in state]
-    wrong = [n for n in wanted if n in state and not same_bits(state[n], trained[n])]
-    if missing:
-        audit.check("export tensors", FAIL, f"The exported draft in {folder} lacks {_list(missing)}.")
+    wrong = [name for name in wanted if name not in state or not same_bits(state[name], trained[name])]
+    dtype = str(state["fc.weight"].dtype).removeprefix("torch.")
+    text = f"All {len(wanted)} exported tensors equal the checkpoint's, cast to {dtype}."
     if wrong:
-        audit.check("export values", FAIL, f"The exported draft in {folder} differs from the checkpoint in {_list(wrong)}.")  # fmt: skip
-    if not missing and not wrong:
-        dtype = str(state["fc.weight"].dtype).removeprefix("torch.")
-        audit.check("export values", OK, f"All {len(wanted)} exported tensors equal the checkpoint's, cast to {dtype}.")
+        text = f"The exported draft in {folder} differs from the checkpoint in {_list(wrong)}."
+    audit.check("export values", not wrong, text)
 
 
-# ---- showing -----------------------------------------------------------------------------------------------------------
+def _as_written(config: DraftConfig) -> Json:
+    """What a file must say of a draft: all but the split of a multimodal RoPE, which a draft has no use for."""
+    rope = {k: v for k, v in config.rope_parameters.items() if not k.startswith("mrope") and v != "mrope"}
+    return asdict(config) | {"rope_parameters": {"rope_type": "default"} | rope}
+
+
+# ---- showing ---------------------------------------------------------------------------------------------------------
 
 
 def to_markdown(audit: Json) -> str:
     """The audit as a page: verdict, reasons, table, checks, conventions, estimates."""
+    from eyas.report.words import label, value
+
     lines = [f"# Audit ({audit['stage']}): {audit['verdict'].upper()}", ""]
     lines += [f"- {reason}" for reason in audit["reasons"]] or ["Nothing stands against it."]
     if audit.get("accepted"):
@@ -747,14 +610,15 @@ def to_markdown(audit: Json) -> str:
         f"| `{c['name']}` | {c['params']:,} | {c['state']} | {_cell(c['source'])} | {c['check']} | {_cell(c['detail'])} |"
         for c in audit["components"]
     ]
-    lines += ["", totals(audit), ""]
+    lines += ["", _totals(audit), ""]
     if audit["checks"]:
         lines += ["## Checks", "", *[f"- {c['result']}: {c['detail']}" for c in audit["checks"]], ""]
     lines += ["## Policy", "", f"Frozen by the recipe: {', '.join(audit['policy']['frozen']) or 'nothing'}.", ""]
     for row in audit["policy"]["conventions"]:
         lines.append(f"- {row['name']}: {'; '.join(row['differs']) or 'the same'}")
     if audit["estimates"]:
-        lines += ["", "## Estimates (upper bounds: every row supervised, every chain alive)", "", *[f"- {key.replace('_', ' ')}: {_figure(key, value)}" for key, value in audit["estimates"].items()]]  # fmt: skip
+        lines += ["", "## Estimates (upper bounds: every row supervised, every chain alive)", ""]
+        lines += [f"- {label(key)}: {value(key, found)}" for key, found in audit["estimates"].items()]
     return "\n".join(lines) + "\n"
 
 
@@ -762,15 +626,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _figure(key: str, value: Any) -> str:
-    if "bytes" in key and value >= 1 << 20:
-        return f"{value / (1 << 30):,.2f} GiB"
-    if key.endswith("seconds"):
-        return f"{value / 3600:,.2f} hours" if value >= 3600 else f"{value:,.1f} s"
-    return f"{value:,.3g}" if isinstance(value, float) or value > 1e9 else f"{value:,}"
-
-
-def totals(audit: Json) -> str:
+def _totals(audit: Json) -> str:
     return (
         f"{audit['trained_params']:,} parameters trained, {audit['frozen_params']:,} frozen, "
         f"{audit['total_params']:,} in all ({audit['trained_share']:.1%} trained)."
@@ -782,17 +638,19 @@ def table(audit: Json) -> "RenderableType":
     from rich.box import SIMPLE
     from rich.console import Group
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    grid = Table(title="Audit", title_justify="left", box=SIMPLE, padding=(0, 1))
-    for name, options in {"component": {"no_wrap": True}, "parameters": {"no_wrap": True, "justify": "right"}, "state": {"no_wrap": True}, "source": {"overflow": "fold"}, "check": {"no_wrap": True}, "detail": {"overflow": "fold"}}.items():  # fmt: skip
-        grid.add_column(name, **options)  # type: ignore[arg-type]
+    long = Column("source", overflow="fold"), Column("detail", overflow="fold")
+    short = [Column(name, no_wrap=True) for name in ("component", "state", "check")]
+    number = Column("parameters", no_wrap=True, justify="right")
+    columns = (short[0], number, short[1], long[0], short[2], long[1])
+    grid = Table(*columns, title="Audit", title_justify="left", box=SIMPLE, padding=(0, 1))
     colours = {OK: "green", FAIL: "red", OPEN: "dim"}
     for c in audit["components"]:
-        colour = colours[c["check"]]
-        grid.add_row(c["name"], f"{c['params']:,}", c["state"], escape(c["source"]), f"[{colour}]{c['check']}[/]", escape(c["detail"]))  # fmt: skip
+        check = f"[{colours[c['check']]}]{c['check']}[/]"
+        grid.add_row(c["name"], f"{c['params']:,}", c["state"], escape(c["source"]), check, escape(c["detail"]))
     verdict = Text(audit["verdict"].upper(), style="bold green" if audit["verdict"] == "go" else "bold red")
     reasons = [Text(f"- {reason}") for reason in audit["reasons"]]
     notes = [Text(f"note: {note}", style="dim") for note in audit["notes"]]
-    return Group(grid, Text(totals(audit)), verdict, *reasons, *notes)
+    return Group(grid, Text(_totals(audit)), verdict, *reasons, *notes)

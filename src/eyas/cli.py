@@ -22,7 +22,12 @@ store_app = typer.Typer(no_args_is_help=True, help="The feature store of hidden 
 app.add_typer(store_app, name="store")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
+StorePath = Annotated[str, typer.Argument(help="A folder, or an address such as s3://bucket/store.")]
 RecipePath = Annotated[Path, typer.Argument(help="The recipe (YAML).")]
+Depth = Annotated[int | None, typer.Option("--k", min=1, help="Tokens drafted in a round (4).")]
+TreeShape = Annotated[str | None, typer.Option(help="TOTAL,DEPTH,TOPK: a dynamic tree in place of a chain.")]
+AsEngine = Annotated[str | None, typer.Option("--as", help="Load the draft as sglang, vllm, llamacpp, ... would.")]
+IntoRun = Annotated[Path | None, typer.Option(help="A run folder: keep the figures there and show them in its report.")]
 Accept = Annotated[str | None, typer.Option(help="Go on after a NO-GO; the reason is recorded.")]
 
 
@@ -72,24 +77,28 @@ def run(
         console().print(summary_lines(job.folder), soft_wrap=True)
 
 
+def run_stage(verb: str, recipe: Path, accept: str | None, as_json: bool) -> None:
+    from eyas import run as pipeline
+    from eyas.recipe import read_recipe
+
+    job = pipeline.Run(read_recipe(recipe), accept)
+    stage = pipeline.STAGES_BY_NAME[pipeline.VERBS[verb]]
+    fresh = pipeline.perform(job, stage)
+    manifest = job.done[stage.name]
+    if os.environ.get("RANK", "0") != "0":
+        return  # under torchrun the first rank speaks
+    if as_json:
+        show({"stage": stage.name, "folder": str(job.folder / stage.name)} | manifest.figures)
+    else:
+        say(f"{stage.name}: {'done' if fresh else 'stands'}")
+        _print_pairs(manifest.figures)
+
+
 def stage_command(verb: str, text: str) -> None:
     """One verb that runs one stage of a recipe, when the stages before it stand."""
 
     def command(recipe: RecipePath, accept: Accept = None, as_json: Json = False) -> None:
-        from eyas import run as pipeline
-        from eyas.recipe import read_recipe
-
-        job = pipeline.Run(read_recipe(recipe), accept)
-        stage = pipeline.STAGES_BY_NAME[pipeline.VERBS[verb]]
-        fresh = pipeline.perform(job, stage)
-        manifest = job.done[stage.name]
-        if os.environ.get("RANK", "0") != "0":
-            return  # under torchrun the first rank speaks
-        if as_json:
-            show({"stage": stage.name, "folder": str(job.folder / stage.name)} | manifest.figures)
-        else:
-            say(f"{stage.name}: {'done' if fresh else 'stands'}")
-            _print_pairs(manifest.figures)
+        run_stage(verb, recipe, accept, as_json)
 
     app.command(verb, help=text)(command)
 
@@ -98,8 +107,87 @@ stage_command("prepare", "Read, clean and split the conversations of a recipe.")
 stage_command("generate", "Let the target answer them: on-policy token ids and supervised spans.")
 stage_command("extract", "Store the target's hidden states for these answers.")
 stage_command("vocab", "Choose the draft vocabulary from the supervised tokens.")
-stage_command("train", "Train the draft (training-time test), or go on with it.")
-stage_command("export", "Write the trained draft for the engines.")
+
+
+@app.command()
+def train(
+    recipe: RecipePath,
+    refine: Annotated[
+        bool, typer.Option("--refine", help="A finished draft trains on, with more weight where it was rejected.")
+    ] = False,
+    accept: Accept = None,
+    as_json: Json = False,
+) -> None:
+    """Train the draft (training-time test), or go on with it."""
+    if not refine:
+        run_stage("train", recipe, accept, as_json)
+        return
+    from eyas.recipe import read_recipe
+    from eyas.run import Run
+    from eyas.train.refine import refine as refine_draft
+
+    found = refine_draft(Run(read_recipe(recipe)))
+    show(found) if as_json else _print_pairs(found)
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="A recipe that was trained, or with --out the folder of any draft.")],
+    out: Annotated[Path | None, typer.Option(help="Write it here, in another form or for one engine.")] = None,
+    layout: Annotated[str, typer.Option(help="portable, speculators, eagle or gguf.")] = "portable",
+    engine: Annotated[str | None, typer.Option(help="The one engine that it is for: sglang, vllm, ...")] = None,
+    target: Annotated[str | None, typer.Option(help="Its target (default: the recipe's).")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16, float16 or float32.")] = "bfloat16",
+    embed: Annotated[bool, typer.Option("--embed", help="Write embed_tokens too, though it is the target's.")] = False,
+    shard_gb: Annotated[
+        float | None, typer.Option(min=0.001, help="Split the weights into files of this size.")
+    ] = None,
+    vocabulary: Annotated[Path | None, typer.Option(help="For gguf: the target's GGUF.")] = None,
+    accept: Accept = None,
+    as_json: Json = False,
+) -> None:
+    """Write the trained draft for the engines (RUN/draft), or any draft in another layout."""
+    if out is None and not source.is_dir():
+        run_stage("export", source, accept, as_json)
+        return
+    from eyas.recipe import read_recipe
+    from eyas.serving import export as e
+    from eyas.target import read_target
+
+    if out is None:
+        raise UsageError(f"eyas export {source}: a folder. Say with --out where its other form goes.")
+    if out.exists():
+        raise UsageError(f"{out}: exists already. Name another folder with --out, or remove it.")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise UsageError(f"--dtype {dtype}: expected bfloat16, float16 or float32.")
+    recipe = None if source.is_dir() else read_recipe(source)
+    folder = Path(recipe.run) / "draft" if recipe else source
+    named = target or (recipe.target if recipe else None)
+    if named is None:
+        raise UsageError(f"eyas export {source}: name the draft's target with --target.")
+    if not (folder / "config.json").exists():
+        raise UsageError(f"{folder}: no draft. Expected config.json and its weights.")
+    known = read_target(named)
+    config, state = e.load_draft(folder, known)
+    provenance: dict[str, Any] = {"exported_from": str(folder)}
+    if layout == "gguf":
+        from eyas.serving.llamacpp import export_gguf
+
+        if vocabulary is None:
+            raise UsageError("--layout gguf: give --vocabulary, the target's GGUF, whose tokenizer the draft shares.")
+        export_gguf(state, config, known, out, provenance=provenance, vocabulary=vocabulary, dtype=dtype)
+    else:
+        size = int(shard_gb * 1e9) if shard_gb else None
+        form: dict[str, Any] = {"layout": layout, "dtype": dtype, "embed": embed, "engine": engine}
+        e.export(state, config, known, out, provenance=provenance, shard_bytes=size, **form)
+    files = sorted(file.name for file in out.iterdir())
+    limits = {} if engine else e.not_for(config, known)
+    if as_json:
+        show({"draft": str(out), "layout": layout, "engine": engine, "files": files, "not_for": limits})
+        return
+    print(f"{out}: {', '.join(files)}")
+    for name, reasons in limits.items():
+        print(f"not for {name}: {'; '.join(reasons)}")
 
 
 @app.command()
@@ -107,6 +195,7 @@ def init(
     target: Annotated[str, typer.Option(help="Hugging Face folder or hub name.")],
     conversations: Annotated[str, typer.Option(help="Prompts or conversations.")] = "examples/prompts.jsonl",
     out: Annotated[Path, typer.Option(help="Where to write the recipe.")] = Path("recipe.yaml"),
+    as_json: Json = False,
 ) -> None:
     """Write a commented recipe for a target, with estimates of disk and tokens."""
     from eyas.files import write_text
@@ -115,23 +204,41 @@ def init(
     if out.exists():
         raise UsageError(f"{out}: exists already. Name another file with --out, or remove it.")
     write_text(out, initial_recipe(target, conversations))
-    print(f"{out}: written. Read it, then: eyas run {out}")
+    if as_json:
+        show({"recipe": str(out)})
+    else:
+        print(f"{out}: written. Read it, then: eyas run {out}")
 
 
 @app.command()
 def preview(
-    recipe: RecipePath,
+    source: Annotated[Path, typer.Argument(help="A recipe whose answers stand, or the folder of a store.")],
     rows: Annotated[int, typer.Option(min=1, help="How many conversations.")] = 3,
+    as_json: Json = False,
 ) -> None:
     """Show what is supervised, in colour, special tokens visible."""
     from itertools import islice
 
-    from eyas.data.preview import preview as show_preview
+    from eyas.data import preview as p
     from eyas.recipe import read_recipe
     from eyas.run import Run
+    from eyas.target import load_tokenizer, read_target
 
-    job = Run(read_recipe(recipe))
-    show_preview(islice(job.documents(), rows), job.template.tokenizer, limit=rows)
+    if source.is_dir():
+        tokenizer, found = load_tokenizer(read_target(_target_beside(source))), p.of_store(source)
+    else:
+        job = Run(read_recipe(source))
+        tokenizer, found = job.template.tokenizer, iter(job.documents())
+    if not as_json:
+        p.preview(found, tokenizer, limit=rows)
+        return
+    names = ("text", "supervised", "special")
+    shown = [
+        {"id": d["id"], "category": d["category"]}
+        | {"runs": [dict(zip(names, run, strict=True)) for run in p.runs(tokenizer, d)]}
+        for d in islice(found, rows)
+    ]
+    show({"documents": shown})
 
 
 @app.command()
@@ -215,7 +322,7 @@ def _print_check(found: dict[str, Any]) -> None:
 
 
 @store_app.command("info")
-def store_info(path: Path, as_json: Json = False) -> None:
+def store_info(path: StorePath, as_json: Json = False) -> None:
     """What a store holds."""
     from eyas.features import health as s
 
@@ -225,7 +332,7 @@ def store_info(path: Path, as_json: Json = False) -> None:
 
 @store_app.command("verify")
 def store_verify(
-    path: Path,
+    path: StorePath,
     deep: Annotated[bool, typer.Option(help="Also finiteness, ranges, shapes and the self-check.")] = False,
     documents: Annotated[Path | None, typer.Option(help="The answers.jsonl that its tokens must agree with.")] = None,
     against: Annotated[str | None, typer.Option(help="A target: extract some samples anew and compare.")] = None,
@@ -254,7 +361,7 @@ def store_verify(
 
 
 @store_app.command("repair")
-def store_repair(path: Path, as_json: Json = False) -> None:
+def store_repair(path: StorePath, as_json: Json = False) -> None:
     """Drop what is bad, never touch what is good; the next `eyas extract` fills the gaps."""
     from eyas.features import health as s
 
@@ -265,7 +372,7 @@ def store_repair(path: Path, as_json: Json = False) -> None:
 @store_app.command("import")
 def store_import(
     source: Annotated[Path, typer.Argument(help="Folder of hs_*.safetensors, .pt or .ckpt files.")],
-    path: Annotated[Path, typer.Argument(help="The new store.")],
+    path: Annotated[str, typer.Argument(help="The new store, a folder or an address.")],
     target: Annotated[str, typer.Option(help="The target that they were extracted from.")],
     layers: Annotated[str, typer.Option(help="Its auxiliary layers as physical outputs, such as 1,14,26.")],
     documents: Annotated[
@@ -303,47 +410,76 @@ def _print_pairs(found: dict[str, Any]) -> None:
 @app.command()
 def replay(
     draft: Annotated[Path, typer.Argument(help="Folder of the draft.")],
-    store: Annotated[Path, typer.Option(help="A store of greedy on-policy conversations.")],
+    store: Annotated[str, typer.Option(help="A store of greedy on-policy conversations: a folder or an address.")],
     target: Annotated[str | None, typer.Option(help="Its target (default: the one beside the store).")] = None,
-    k: Annotated[int, typer.Option("--k", min=1, help="Tokens drafted in a round.")] = 4,
+    k: Depth = None,
+    tree: TreeShape = None,
     split: Annotated[str, typer.Option(help="heldout, train or all.")] = "heldout",
-    engine: Annotated[str | None, typer.Option("--as", help="Load it as sglang, vllm, llamacpp, ... would.")] = None,
+    engine: AsEngine = None,
+    dtype: Annotated[str, typer.Option(help="Of the computation: bfloat16 or float32.")] = "bfloat16",
     as_json: Json = False,
 ) -> None:
     """Exact greedy acceptance from the store; the target is not loaded."""
+    import torch
+
+    from eyas.data.split import load_split
+    from eyas.decode.replay import replay as replay_store
+    from eyas.decode.tree import Tree
     from eyas.features.store import Store
-    from eyas.recipe import read_recipe
-    from eyas.report.words import protocol_text
-    from eyas.run import replay_draft
     from eyas.target import read_target
 
-    states = Store(store)
-    beside = store.parent / "recipe.yaml"
-    if target is None:
-        if not beside.exists():
-            raise UsageError(f"{store}: no recipe.yaml beside it that names the target. Give --target.")
-        target = read_recipe(beside).target
+    _one_shape("replay", k, tree, dtype)
+    states, known = Store(store), read_target(target or _target_beside(store))
     ids, data = list(states.ids), "all conversations of the store"
     if split != "all":
-        from eyas.data.split import load_split
-
-        parts = load_split(store.parent / "conversations" / "split.json")
+        parts, words = (
+            load_split(Path(store).parent / "conversations" / "split.json"),
+            {"heldout": "held-out", "train": "training"},
+        )
         if split not in parts:
             raise UsageError(f"--split {split}: expected heldout, train or all.")
         have = set(ids)
-        ids, data = (
-            [i for i in parts[split] if i in have],
-            {"heldout": "held-out conversations", "train": "training conversations"}[split],
-        )
-    _, found = replay_draft(draft, read_target(target), states, k, ids, data, engine)
+        ids, data = [i for i in parts[split] if i in have], f"{words[split]} conversations"
+    shape = Tree.parse(tree) if tree else k or 4
+    _, found = replay_store(draft, known, states, shape, ids, data, engine, getattr(torch, dtype))
     if as_json:
         show(found)
         return
     for note in found["notes"]:
         say(note)
-    print(f"tau {found['tau']:.3f} ({protocol_text(found['protocol'])})")
-    for name, part in found["by_category"].items():
-        print(f"  {name:<14} {part['tau']:.3f}  [{part['low']:.2f}, {part['high']:.2f}]  {part['rounds']} rounds")
+    _print_acceptance(found)
+
+
+def _target_beside(store: str | Path) -> str:
+    from eyas.recipe import read_recipe
+
+    beside = Path(store).parent / "recipe.yaml"
+    if not beside.exists():
+        raise UsageError(f"{store}: no recipe.yaml beside it that names the target. Give --target.")
+    return read_recipe(beside).target
+
+
+def _one_shape(verb: str, k: int | None, tree: str | None, dtype: str) -> None:
+    if k is not None and tree is not None:
+        raise UsageError(f"eyas {verb}: give --k for a chain or --tree for a tree, not both.")
+    if dtype not in ("float32", "bfloat16"):
+        raise UsageError(f"--dtype {dtype}: expected float32 or bfloat16.")
+
+
+def _check_run(run: Path | None) -> None:
+    if run and not (run / "recipe.yaml").exists():
+        raise UsageError(f"--run {run}: no run folder (no recipe.yaml in it).")
+
+
+def _into_run(run: Path | None, name: str, found: dict[str, Any]) -> None:
+    """Keep figures in a run's folder, and show them in its report."""
+    if run:
+        from eyas.files import write_json
+        from eyas.report.page import write_report
+
+        (run / name).mkdir(exist_ok=True)
+        write_json(run / name / f"{name}.json", found)
+        say(f"{write_report(run)}: shows these figures now")
 
 
 @app.command()
@@ -351,31 +487,34 @@ def decode(
     draft: Annotated[Path, typer.Argument(help="Folder of the draft.")],
     target: Annotated[str, typer.Option(help="Folder or hub name of its target.")],
     prompts: Annotated[Path, typer.Option(help="Prompts; of a run's own conversations.jsonl the held-out ones.")],
-    k: Annotated[int | None, typer.Option("--k", min=1, help="Tokens drafted in a round (4).")] = None,
-    tree: Annotated[str | None, typer.Option(help="TOTAL,DEPTH,TOPK: a dynamic tree in place of a chain.")] = None,
+    k: Depth = None,
+    tree: TreeShape = None,
+    engine: AsEngine = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 256,
     limit: Annotated[int | None, typer.Option(min=1, help="Decode the first prompts only.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 (texts are equal token for token) or bfloat16.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of the draws, with a temperature.")] = 0,
+    run: IntoRun = None,
     as_json: Json = False,
 ) -> None:
     """Real speculative decoding with the target, beside plain decoding in the same process, token for token."""
-    if k is not None and tree is not None:
-        raise UsageError("eyas decode: give --k for a chain or --tree for a tree, not both.")
-    if dtype not in ("float32", "bfloat16"):
-        raise UsageError(f"--dtype {dtype}: expected float32 or bfloat16.")
+    _one_shape("decode", k, tree, dtype)
+    _check_run(run)
     import torch
 
     from eyas.data.prompts import read_prompts
     from eyas.decode import compare as c
+    from eyas.decode.replay import read_draft
     from eyas.target import load_target, read_target
 
     propose = c.Tree.parse(tree) if tree else c.Chain(k or 4)
     known = read_target(target)
-    network, asked = c.read_draft(draft, known), read_prompts(prompts, limit, draft)
+    (network, notes), asked = read_draft(draft, known, engine), read_prompts(prompts, limit, draft)
     loaded = load_target(known, dtype, "cuda" if torch.cuda.is_available() else None)
-    found = c.decode(network, loaded, asked, propose, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
+    found = c.decode(network, loaded, asked, propose, engine=engine, **settings) | {"notes": notes}
+    _into_run(run, "decode", found)
     if as_json:
         show(found)
         return
@@ -410,11 +549,13 @@ def measure(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 256,
     limit: Annotated[int | None, typer.Option(min=1, help="Send the first prompts only.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
+    run: IntoRun = None,
     as_json: Json = False,
 ) -> None:
     """Acceptance and speed of a live server, from its own counters; set-ups that mislead are refused."""
     from eyas.measure import measure as measure_server
 
+    _check_run(run)
     found = measure_server(
         engine,
         url,
@@ -428,6 +569,7 @@ def measure(
         limit=limit,
         concurrency=concurrency,
     )
+    _into_run(run, "measure", found)
     if as_json:
         show(found)
         return
@@ -446,6 +588,8 @@ def _print_acceptance(found: dict[str, Any]) -> None:
     print(f"tau {found['tau']:.3f}{low_high} ({protocol_text(found['protocol'])})")
     if found["per_position"]:
         print("  per position: " + ", ".join(f"{share:.3f}" for share in found["per_position"]))
+    for name, part in (found.get("by_category") or {}).items():
+        print(f"  {name:<14} {part['tau']:.3f}  [{part['low']:.2f}, {part['high']:.2f}]  {part['rounds']} rounds")
 
 
 def _speeds(found: dict[str, Any]) -> str:
@@ -454,7 +598,7 @@ def _speeds(found: dict[str, Any]) -> str:
 
 @app.command()
 def plan(
-    store: Annotated[Path, typer.Option(help="A store of greedy on-policy conversations.")],
+    store: Annotated[str, typer.Option(help="A store of greedy on-policy conversations: a folder or an address.")],
     draft: Annotated[Path, typer.Option(help="Folder of the draft.")],
     target: Annotated[str | None, typer.Option(help="Its target (default: the one beside the store).")] = None,
     costs: Annotated[
@@ -469,17 +613,13 @@ def plan(
     if dtype not in ("float32", "bfloat16"):
         raise UsageError(f"--dtype {dtype}: expected float32 or bfloat16.")
     from eyas.decode import cost as c
-    from eyas.decode.compare import read_draft
+    from eyas.decode.replay import read_draft
     from eyas.features.store import Store
-    from eyas.recipe import read_recipe
     from eyas.target import load_target, read_target
 
-    beside = store.parent / "recipe.yaml"
-    if target is None and not beside.exists():
-        raise UsageError(f"{store}: no recipe.yaml beside it that names the target. Give --target.")
-    known = read_target(target or read_recipe(beside).target)
+    known = read_target(target or _target_beside(store))
     given = c.read_costs(costs) if costs else None
-    network, states = read_draft(draft, known), Store(store)
+    (network, _), states = read_draft(draft, known), Store(store)
     ids, data = c.heldout_of(states)
     documents = c.ranks_in(states, network, k, ids[:limit])
     times = given or c.measure_costs(load_target(known, dtype), network)
@@ -502,6 +642,7 @@ def canary(
         Path | None, typer.Option(help="A target's config.json whose class the canary's target takes.")
     ] = None,
     url: Annotated[str | None, typer.Option(help="A server that holds the pair: ask it, and name the wire.")] = None,
+    run: Annotated[str | None, typer.Option(help="Start this ('vllm serve') on the pair, ask it, stop it.")] = None,
     measured: Annotated[str | None, typer.Option(help="Or its acceptance per position, measured otherwise.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -509,13 +650,19 @@ def canary(
     from eyas.files import read_json
     from eyas.serving import canary as c
 
-    if not (url or measured):
-        said = c.write(out, engine, read_json(like) if like else None)
-    else:
+    asked = url or run or measured
+    if asked and (not run or (out / "canary.json").exists()):
         said = read_json(out / "canary.json")
+    else:
+        said = c.write(out, engine, read_json(like) if like else None)
+    if asked:
         try:
-            told = (measured or "").replace(",", " ").split()
-            rates = [float(rate) for rate in told] or c.ask(engine, url or "", said["prompt"])
+            if run:
+                with c.serving(said, run, out / "server.log") as url:
+                    rates = c.ask(engine, url, said["prompt"])
+            else:
+                told = (measured or "").replace(",", " ").split()
+                rates = [float(rate) for rate in told] or c.ask(engine, url or "", said["prompt"])
         except ValueError:
             raise UsageError(f"--measured {measured!r}: expected rates between 0 and 1, one per position.") from None
         wire, distance = c.diagnose(rates, said["layers"])

@@ -1,13 +1,13 @@
 """Why the figures disagree: causes, ranked, with their evidence and the fix.
 
-Works from the top down (what was trained, what was exported, what the engine loads, what it feeds, what is measured) and
-says which links were proved sound. A cause is certain only where the fault itself was seen: in the bytes of the file, in
-the launch line, or in two replays of the same conversations that differ. What merely fits the figures is possible.
+Works from the top down (what was trained, what was exported, what the engine loads, what it feeds, what is measured)
+and says which links were proved sound. A cause is certain only where the fault itself was seen: in the bytes of the
+file, in the launch line, or in two replays of the same conversations that differ. What merely fits is possible.
 """
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,52 +18,55 @@ import numpy as np
 from eyas.artifact import read_manifest
 from eyas.errors import EyasError, UsageError
 from eyas.files import fingerprint, read_json
-from eyas.serving.check import check, read_draft
+from eyas.serving.check import Draft, check, read_draft
 from eyas.serving.contract import ENGINES
+from eyas.serving.names import draft_config_from, flatten
+from eyas.serving.tensors import FLOATS, StoredTensor
 from eyas.target import Target, read_target
 
 Json = dict[str, Any]
-CERTAIN, LIKELY, POSSIBLE = "certain", "likely", "possible"
+CERTAIN, LIKELY, POSSIBLE = ORDER = ("certain", "likely", "possible")
 OVERFIT = 0.12  # training accuracy of the first drafted token over the held-out one, from which data are short
 MANY = 50_000  # training conversations beyond which a gap is not put down to their number
 OUTSIDE = 0.05  # share of teacher tokens outside the draft vocabulary that a training accuracy may not hide
 
-# Rules of `check`, by what their fault is called here. The first prefix that fits counts.
-NAMES = {
-    "NAME_": "weights dropped by name",
-    "MISSING": "weights dropped by name",
-    "ADAPTER": "weights dropped by name",
-    "TWICE": "weights dropped by name",
-    "NAUX": "fc bypassed",
-    "USE_AUX_FALSE": "fc bypassed",
-    "AUX": "auxiliary layers differ",
-    "D2T": "vocabulary map",
-    "DVOCAB": "vocabulary map",
-    "LMHEAD": "head replaced",
-    "TIE": "head replaced",
-    "EMBED": "embedding",
-    "NBR": "norm placement",
-    "NBFC": "norm placement",
-    "FCNORM": "norm placement",
-    "NORMOUT": "norm placement",
-    "FLAG_TENSOR": "norm placement",
-    "LAYERS_NORM": "norm placement",
-    "ROPE": "RoPE differs",
-    "MROPE": "RoPE differs",
-    "TARGET_QUANT": "quantised target",
-    "TARGET_ROTATED": "quantised target",
+# What a fault is called here, by how the names of `check`'s rules for it begin. Others: the engine's contract.
+RULES = {
+    "weights dropped by name": ("NAME_", "MISSING", "ADAPTER", "TWICE"),
+    "fc bypassed": ("NAUX", "USE_AUX_FALSE"),
+    "auxiliary layers differ": ("AUX",),
+    "vocabulary map": ("D2T", "DVOCAB"),
+    "head replaced": ("LMHEAD", "TIE"),
+    "embedding": ("EMBED",),
+    "norm placement": ("NBR", "NBFC", "FCNORM", "NORMOUT", "FLAG_TENSOR", "LAYERS_NORM"),
+    "RoPE differs": ("ROPE", "MROPE"),
+    "quantised target": ("TARGET_QUANT", "TARGET_ROTATED"),
 }
-# Keys of a draft's config (or parts of them), by what is wrong when they are not those of training.
+# The same by what of a draft's config is not as it was in training.
 KEYS = {
-    "rope": "RoPE differs",
-    "norm_before": "norm placement",
-    "fc_norm": "norm placement",
-    "norm_output": "norm placement",
-    "layer_ids": "auxiliary layers differ",
-    "draft_vocab_size": "vocabulary map",
-    "tie_word_embeddings": "head replaced",
+    "RoPE differs": ("rope_parameters",),
+    "norm placement": ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    "auxiliary layers differ": ("aux_layers",),
+    "vocabulary map": ("draft_vocab_size",),
+    "head replaced": ("tie_word_embeddings",),
 }
-ORDER = (CERTAIN, LIKELY, POSSIBLE)
+FIXES = {
+    "trained wrongly": "Mend what the audit names and train again.",
+    "weights cannot be read": "Export it again.",
+    "embedding": "Leave embed_tokens out of the file, and train with the target's, frozen.",
+    "head replaced": "Export the trained head again.",
+    "fc bypassed": "Serve it with EAGLE3.",
+    "another target": "Train on states of the very target that is served, or serve the trained one.",
+    "quantised target": "Serve the plain target, or train on states of the quantised one.",
+    "chat template differs": "Serve with the template of training, or generate, extract and train with this one.",
+    "thinking mode differs": "Generate the training answers in the mode that is served, or in both.",
+    "wrong algorithm flag": "Start it with EAGLE3 (SGLang: --speculative-algorithm EAGLE3, vLLM: method eagle3).",
+    "accuracy counted inside the draft vocabulary": "Choose a larger draft vocabulary (vocab.size: auto).",
+    "little data": "More on-policy conversations of the kind you serve; more epochs on these will not help.",
+    "the benchmark asks for something else": "Measure on 30 or more held-out conversations of the kind you serve, or "
+    "train on the kind you measure.",
+    "not explained": "Serve a pair of `eyas canary` in the same way: it tells whether the engine's wiring is right.",
+}
 
 
 @dataclass
@@ -71,18 +74,22 @@ class Cause:
     cause: str
     confidence: str
     evidence: list[str]
-    fix: str
+    fix: str = ""
+
+    def __post_init__(self) -> None:
+        self.fix = self.fix or FIXES[self.cause]
 
 
 @dataclass
 class Case:
-    """Whatever there is of a drafter that disappoints. `measured` is the JSON of `eyas measure`, decode or replay."""
+    """Whatever there is of a drafter that disappoints: `launch` in words, `measured` the JSON of `eyas measure`, decode
+    or replay. `checked` collects what was proved sound."""
 
     draft: Path
     target: Target | None
     run: Path | None = None
     engine: str | None = None
-    launch: str = ""
+    launch: list[str] = field(default_factory=list)
     log: str = ""
     measured: Json | None = None
     checked: list[str] = field(default_factory=list)
@@ -93,410 +100,347 @@ class Case:
         file = self.draft / "eyas.json"
         return (read_json(file).get("provenance") or {}) if file.exists() else {}
 
-    @cached_property
-    def tensors(self) -> dict[str, Any]:
-        """Stored tensors by internal name; empty where the folder cannot be read."""
-        draft, _ = read_draft(self.draft)
-        return {} if draft is None else draft.internal
-
-    @cached_property
-    def findings(self) -> list[Json]:
-        if self.engine is None:
-            return []
-        found = check(self.draft, self.target, [self.engine])["verdicts"][self.engine]["findings"]
-        return [f for f in found if f["severity"] != "info" or f["outcome"] != "harmless"]
-
-    def replayed(self, engine: str | None) -> Json | None:
-        """Replay over the run's held-out conversations, as eyas or as an engine loads the draft; None without a store."""
-        if self.run is None or self.target is None or not (self.run / "store" / "manifest.json").exists():
-            return None
-        from eyas.data.split import load_split
-        from eyas.features.store import Store
-        from eyas.run import replay_draft
-
-        store = Store(self.run / "store")
-        have = set(store.ids)
-        ids = [i for i in load_split(self.run / "conversations" / "split.json")["heldout"] if i in have]
-        k = int((self.measured or {}).get("protocol", {}).get("k") or self.recipe.get("replay", {}).get("k") or 4)
-        return replay_draft(self.draft, self.target, store, k, ids, "held-out conversations", engine)[1]
-
-    @cached_property
-    def own(self) -> Json | None:
-        try:
-            return self.replayed(None)
-        except EyasError:
-            return None
+    @property
+    def trained_with(self) -> Json:
+        """Fingerprints of the target that the draft was trained with; empty where they are not known."""
+        return self.provenance.get("target") or {}
 
     @cached_property
     def recipe(self) -> Json:
         import yaml
 
-        file = self.run / "recipe.yaml" if self.run else None
-        return yaml.safe_load(file.read_text("utf-8")) if file and file.exists() else {}
+        if self.run is None:
+            return self.provenance.get("recipe") or {}
+        return yaml.safe_load((self.run / "recipe.yaml").read_text("utf-8"))
+
+    @cached_property
+    def stored(self) -> Draft | None:
+        """What the draft's folder holds; None where it cannot be read."""
+        return read_draft(self.draft)[0]
+
+    @cached_property
+    def own(self) -> Json | None:
+        """Replay of the draft as it was trained; None without a store, or where it cannot be read so."""
+        try:
+            return self.replayed(None)
+        except EyasError:
+            return None
+
+    def replayed(self, engine: str | None) -> Json | None:
+        """Replay over the run's held-out conversations, as eyas or as an engine loads the draft; None without any."""
+        if self.run is None or self.target is None or not (self.run / "store" / "manifest.json").exists():
+            return None
+        from eyas.data.split import load_split
+        from eyas.decode.replay import replay
+        from eyas.decode.tree import Tree
+        from eyas.features.store import Store
+
+        store = Store(self.recipe.get("extract", {}).get("store") or self.run / "store")
+        have = set(store.ids)
+        ids = [i for i in load_split(self.run / "conversations" / "split.json")["heldout"] if i in have]
+        protocol = (self.measured or {}).get("protocol") or {}
+        k, tree = protocol.get("k") or self.recipe.get("replay", {}).get("k") or 4, protocol.get("tree")
+        shape = Tree(**tree) if tree else int(k)
+        found = replay(self.draft, self.target, store, shape, ids, "held-out conversations", engine)[1]
+        return found if found["rounds"] else None
 
 
 def examine(case: Case) -> Json:
     """The contract's object: causes, best supported first, and the links that were proved sound."""
-    causes: list[Cause] = []
-    links: tuple[Callable[[Case], Iterator[Cause]], ...] = (_trained, _exported, _loaded, _fed, _data, _measured)
-    for link in links:
-        causes += link(case)
     merged: dict[str, Cause] = {}
-    for cause in causes:
-        known = merged.setdefault(cause.cause, cause)
-        if known is not cause:
-            known.evidence += [e for e in cause.evidence if e not in known.evidence]
-            known.confidence = min(known.confidence, cause.confidence, key=ORDER.index)
+    for link in (_trained, _exported, _loaded, _fed, _data, _measured):
+        for cause in link(case):
+            known = merged.setdefault(cause.cause, cause)
+            if known is not cause:
+                known.evidence += [e for e in cause.evidence if e not in known.evidence]
+                known.confidence = min(known.confidence, cause.confidence, key=ORDER.index)
     ranked = sorted(merged.values(), key=lambda cause: ORDER.index(cause.confidence))
     if not ranked:
         case.checked.append("nothing that was looked at is wrong")
     return {"causes": [asdict(cause) for cause in ranked], "checked": case.checked}
 
 
-# ---- what was trained --------------------------------------------------------------------------------------------------
+# ---- what was trained ------------------------------------------------------------------------------------------------
 
 
 def _trained(case: Case) -> Iterator[Cause]:
-    if case.run is None:
-        return
     for name, words in (("audit.json", "before training"), ("after.json", "after training")):
-        file = case.run / "audit" / name
-        if not file.exists():
-            continue
-        audit = read_json(file)
-        if audit["verdict"] == "go":
-            case.checked.append(f"audit {words}: GO")
-        else:
-            yield Cause("trained wrongly", CERTAIN, audit["reasons"], "Mend what the audit names and train again.")
-
-
-def _lines(case: Case) -> list[Json]:
-    file = case.run / "train" / "log.jsonl" if case.run else None
-    if not file or not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+        file = case.run / "audit" / name if case.run else None
+        if file and file.exists():
+            audit = read_json(file)
+            if audit["verdict"] == "go":
+                case.checked.append(f"audit {words}: GO")
+            else:
+                yield Cause("trained wrongly", CERTAIN, audit["reasons"])
 
 
 def _data(case: Case) -> Iterator[Cause]:
-    """What the training log says of the data: too little of it, or accuracy that leaves tokens out."""
-    lines = _lines(case)
-    steps = [line for line in lines if line.get("acc")]
-    checks = [line["validation"] for line in lines if "validation" in line]
+    """What the log of a finished training says of the data: too little of it, or accuracy that leaves tokens out."""
+    from eyas.report.page import read_log
+
+    manifest = read_manifest(case.run / "train", "train") if case.run else None
+    if case.run is None or manifest is None:
+        return
+    steps, checks = read_log(case.run / "train" / "log.jsonl")
+    steps = [line for line in steps if line.get("acc")]
     if not steps or not checks:
         return
     last = steps[-max(1, len(steps) // 10) :]
     outside = float(np.mean([line["oov"] for line in last]))
-    first = float(np.mean([line["acc"][0] for line in last if line["acc"][0] is not None]))
-    held = checks[-1]["per_position"][0]
+    first = float(np.mean([line["acc"][0] for line in last]))
+    held, documents = checks[-1]["validation"]["per_position"][0], manifest.figures["documents"]
     if outside >= OUTSIDE:
-        yield Cause(
-            "accuracy counted inside the draft vocabulary",
-            LIKELY,
-            [
-                f"{outside:.1%} of the teacher's tokens lie outside the draft vocabulary, which the engine counts as misses"
-            ],
-            "Choose a larger draft vocabulary (vocab.size: auto) from what the target really writes.",
-        )
-    manifest = read_manifest(case.run / "train", "train") if case.run else None
-    documents = int(manifest.figures.get("documents", 0)) if manifest else 0
+        text = f"{outside:.1%} of the teacher's tokens lie outside the draft vocabulary: misses in the engine"
+        yield Cause("accuracy counted inside the draft vocabulary", LIKELY, [text])
     if first - held > OVERFIT and documents < MANY:
-        yield Cause(
-            "little data",
-            LIKELY,
-            [f"the first drafted token is right {first:.0%} of the time in training and {held:.0%} on held-out conversations, after {documents:,} conversations"],
-            "More on-policy conversations of the kind you serve; more epochs on these will not help.",
-        )  # fmt: skip
+        text = f"the first drafted token is right {first:.0%} of the time in training and {held:.0%} on held-out"
+        yield Cause("little data", LIKELY, [f"{text} conversations, after {documents:,} conversations"])
 
 
-# ---- what was exported -------------------------------------------------------------------------------------------------
+# ---- what was exported -----------------------------------------------------------------------------------------------
 
 
 def _exported(case: Case) -> Iterator[Cause]:
-    if not case.tensors:
-        yield Cause("weights cannot be read", CERTAIN, [f"{case.draft} holds no readable draft"], "Export it again.")
+    draft = case.stored
+    if draft is None:
+        yield Cause("weights cannot be read", CERTAIN, [f"{case.draft} holds no readable draft"])
         return
-    yield from _embedding_and_head(case)
+    yield from _embedding_and_head(case, draft)
     reference = case.run / "draft" if case.run else None
     if reference is None or not reference.is_dir() or reference.resolve() == case.draft.resolve():
         return
     there, _ = read_draft(reference)
     if there is None:
         return
-    differs = [
-        name
-        for name, tensor in there.internal.items()
-        if name not in case.tensors or not _same(tensor, case.tensors[name])
-    ]
+    differs = [n for n, t in there.internal.items() if n not in draft.internal or not _same(t, draft.internal[n])]
     if not differs:
         case.checked.append("every tensor is the run's export, bit for bit")
-    if "d2t" in differs and "lm_head.weight" not in differs:
-        yield Cause(
-            "vocabulary map",
-            CERTAIN,
-            ["d2t is not the one that the head was trained with (the run's export has another)"],
-            f"Take d2t and t2d from {reference}; a map may never be made anew for a trained head.",
-        )
-    elif differs:
-        yield Cause(
-            "not the draft that was trained",
-            CERTAIN,
-            [f"differs from {reference} in {', '.join(differs[:6])}"],
-            f"Serve {reference}, or export again.",
-        )
-    ours, theirs = (_flat(read_json(folder / "config.json")) for folder in (reference, case.draft))
-    for key in sorted(ours.keys() | theirs.keys()):
-        name = next((word for part, word in KEYS.items() if part in key), None)
-        if name and ours.get(key) != theirs.get(key):
-            yield Cause(
-                name,
-                CERTAIN,
-                [f"config.json says {key} = {theirs.get(key)}, it was trained with {ours.get(key)}"],
-                f"Restore {key} from {reference / 'config.json'}.",
-            )
-
-
-def _flat(config: Json, prefix: str = "") -> Json:
-    """Nested keys joined with dots."""
-    found: Json = {}
-    for key, value in config.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
-
-
-def _embedding_and_head(case: Case) -> Iterator[Cause]:
-    target = case.target
-    if target is None or not target.tensor_files:
+    elif "d2t" in differs and "lm_head.weight" not in differs:
+        fix = f"Take d2t and t2d from {reference}; a map may never be made anew for a trained head."
+        text = "d2t is not the one that the head was trained with (the run's export has another)"
+        yield Cause("vocabulary map", CERTAIN, [text], fix)
+    else:
+        text = f"differs from {reference} in {', '.join(differs[:6])}"
+        yield Cause("not the draft that was trained", CERTAIN, [text], f"Serve {reference}, or export again.")
+    try:
+        ours = _config(there, case.target)
+    except UsageError:
+        return  # not even the run's own goes with this target, so nothing follows from it
+    fix = f"Restore {reference / 'config.json'}."
+    try:
+        theirs = _config(draft, case.target)
+    except UsageError as error:
+        yield Cause("config cannot be read", CERTAIN, [str(error)], fix)
         return
-    trained = (case.provenance.get("target") or {}).get("weights")
-    if trained and trained != target.fingerprints["weights"]:
+    for name, keys in KEYS.items():
+        for key in (key for key in keys if ours[key] != theirs[key]):
+            text = f"config.json says {key} = {theirs[key]}, it was trained with {ours[key]}"
+            yield Cause(name, CERTAIN, [text], fix)
+
+
+def _config(draft: Draft, target: Target | None) -> Json:
+    """A draft's config in eyas' own terms, the same for every layout of it."""
+    tied = bool(flatten(draft.raw).get("tie_word_embeddings"))
+    return asdict(draft_config_from(draft.raw, target)) | {"tie_word_embeddings": tied}
+
+
+def _embedding_and_head(case: Case, draft: Draft) -> Iterator[Cause]:
+    if case.target is None or not case.target.tensor_files:
+        return
+    if case.trained_with and case.trained_with["weights"] != case.target.fingerprints["weights"]:
         return  # another target's embedding would prove nothing
-    names = {part: target.tensor_name(part) for part in ("embedding", "head")}
-    own = case.tensors.get("embed_tokens.weight")
-    if own is not None and names["embedding"]:
-        wanted = _floats(target, str(names["embedding"]), own.dtype)
-        found = own.floats().reshape(own.shape)
-        if found.shape == wanted.shape and not np.array_equal(found, wanted):
-            cosine = float(np.mean(_cosines(found, wanted)))
-            word = "random" if cosine < 0.5 else "trained away from the target's"
-            yield Cause(
-                "embedding",
-                CERTAIN if cosine < 0.5 else LIKELY,
-                [f"its embedding is {word} (mean cosine with the target's {cosine:.2f})"],
-                "Leave embed_tokens out of the file, and train with the target's, frozen.",
-            )
-        elif found.shape == wanted.shape:
-            case.checked.append("embedding: the target's, bit for bit")
-    head = case.tensors.get("lm_head.weight")
-    frozen = bool(case.recipe.get("train", {}).get("freeze_head"))
-    if head is not None and names["head"] and case.recipe and not frozen:
-        rows = _floats(target, str(names["head"]), head.dtype)
-        offsets = case.tensors.get("d2t")
-        ids = np.arange(head.shape[0]) + (0 if offsets is None else offsets.read().astype(np.int64).reshape(-1))
-        inside = (ids >= 0) & (ids < len(rows))
-        found = head.floats().reshape(head.shape)
-        if found.shape[1] == rows.shape[1] and np.array_equal(found[inside], rows[ids[inside]]):
-            yield Cause(
-                "head replaced",
-                CERTAIN,
-                ["lm_head is the target's own rows bit for bit, though the recipe trained it"],
-                "Export the trained head again.",
-            )
+    mine, theirs = _beside(draft.internal.get("embed_tokens.weight"), case.target, "embedding")
+    if mine.shape == theirs.shape and np.array_equal(mine, theirs):
+        case.checked.append("embedding: the target's, bit for bit")
+    elif mine.shape == theirs.shape:
+        lengths = np.linalg.norm(mine, axis=1) * np.linalg.norm(theirs, axis=1)
+        cosine = float(np.mean((mine * theirs).sum(1) / np.maximum(lengths, 1e-12)))
+        word = "random" if cosine < 0.5 else "trained away from the target's"
+        text = f"its embedding is {word} (mean cosine with the target's {cosine:.2f})"
+        yield Cause("embedding", CERTAIN if cosine < 0.5 else LIKELY, [text])
+    if case.recipe and not case.recipe.get("train", {}).get("freeze_head"):
+        mine, theirs = _beside(draft.internal.get("lm_head.weight"), case.target, "head")
+        ids = np.arange(len(mine)) if draft.map is None else np.arange(len(draft.map)) + draft.map
+        inside = (ids >= 0) & (ids < len(theirs))
+        if len(ids) == len(mine) and inside.any() and np.array_equal(mine[inside], theirs[ids[inside]]):
+            text = "lm_head is the target's own rows bit for bit, though the recipe trained it"
+            yield Cause("head replaced", CERTAIN, [text])
 
 
-def _floats(target: Target, name: str, dtype: str) -> np.ndarray:
-    """A tensor of the target, rounded to the dtype that the draft stores it in."""
+def _beside(mine: StoredTensor | None, target: Target, part: str) -> tuple[np.ndarray, np.ndarray]:
+    """A tensor of the draft and the target's own, in float32 and rounded to the draft's dtype. Where one is not there
+    the first has no rows."""
     import torch
 
-    tensor = target.read_tensor(name)
-    return tensor.to({"BF16": torch.bfloat16, "F16": torch.float16}.get(dtype, torch.float32)).float().numpy()
+    name = target.tensor_name(part)
+    if mine is None or name is None:
+        return np.empty((0, 0)), np.empty((1, 1))
+    dtype = {"BF16": torch.bfloat16, "F16": torch.float16}.get(mine.dtype, torch.float32)
+    return mine.floats().reshape(mine.shape), target.read_tensor(name).to(dtype).float().numpy()
 
 
-def _cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return (a * b).sum(1) / np.maximum(np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1), 1e-12)
+def _same(a: StoredTensor, b: StoredTensor) -> bool:
+    mine, theirs = (t.floats() if t.dtype in FLOATS else t.read() for t in (a, b))
+    return a.shape == b.shape and np.array_equal(mine, theirs)
 
 
-def _same(a: Any, b: Any) -> bool:
-    return a.shape == b.shape and np.array_equal(a.floats() if "F" in a.dtype else a.read(), b.floats() if "F" in b.dtype else b.read())  # fmt: skip
-
-
-# ---- what the engine loads ---------------------------------------------------------------------------------------------
+# ---- what the engine loads -------------------------------------------------------------------------------------------
 
 
 def _loaded(case: Case) -> Iterator[Cause]:
     if case.engine is None:
         return
-    title = ENGINES[case.engine].title
-    verdict = f"as {title} loads it"
-    tau: float | None = None
-    sentence = ""
+    again, refused, own = None, "", case.own
     try:
         again = case.replayed(case.engine)
-        tau = again["tau"] if again else None
     except EyasError as error:
-        sentence = str(error)
-    own = case.own["tau"] if case.own else None
-    proved = tau is not None and own is not None
-    worse = proved and tau < case.own["interval"][0]  # type: ignore[index]
-    compared = (
-        [f"replayed {verdict} tau is {tau:.2f}, as trained {own:.2f}, on the same conversations"] if proved else []
-    )
-    serious = [f for f in case.findings if f["severity"] == "error" or f["outcome"] not in ("harmless",)]
+        refused = str(error)
+    look = f"See `eyas check {case.draft} --engine {case.engine}`."
+    loaded, worse, taus, compared = f"as {ENGINES[case.engine].title} loads it", False, "", []
+    if own and again:
+        worse = again["tau"] < own["interval"][0]
+        taus = f"tau is {again['tau']:.2f}, as trained {own['tau']:.2f}"
+        compared = [f"replayed {loaded} {taus}, on the same conversations"]
+    findings = check(case.draft, case.target, [case.engine])["verdicts"][case.engine]["findings"]
+    serious = [f for f in findings if f["severity"] == "error" or f["outcome"] != "harmless"]
     for finding in serious:
-        name = next((word for prefix, word in NAMES.items() if finding["rule"].startswith(prefix)), "engine contract")
-        if finding["outcome"].startswith("raises"):
-            confidence = CERTAIN if finding["severity"] == "error" else POSSIBLE
-        elif proved:
-            confidence = (CERTAIN if finding["severity"] == "error" else LIKELY) if worse else POSSIBLE
-        else:
-            confidence = LIKELY if finding["severity"] == "error" else POSSIBLE
-        if proved and not worse and finding["severity"] != "error":
+        rule, grave = finding["rule"], finding["severity"] == "error"
+        if compared and not worse and not grave:
             continue  # the replay shows that it does not matter here
-        yield Cause(
-            name, confidence, [finding["message"], *compared], finding["fix"] or f"See `eyas check {case.draft}`."
-        )
-    if worse and not serious:
-        yield Cause("engine contract", LIKELY, compared, f"Run `eyas check {case.draft} --engine {case.engine}`.")
-    if proved and not worse:
-        case.checked.append(f"{verdict}: tau {tau:.2f}, as trained {own:.2f}: nothing is lost in loading")
-    elif not serious and not sentence:
-        case.checked.append(f"{verdict}: nothing is dropped, replaced or read otherwise")
+        if finding["outcome"].startswith("raises"):
+            confidence = CERTAIN if grave else POSSIBLE
+        elif worse:
+            confidence = CERTAIN if grave else LIKELY
+        else:
+            confidence = LIKELY if grave and not compared else POSSIBLE
+        name = next((name for name, begins in RULES.items() if rule.startswith(begins)), "engine contract")
+        yield Cause(name, confidence, [finding["message"], *compared], finding["fix"] or look)
+    if not serious and (worse or (own and refused)):
+        yield Cause("engine contract", LIKELY if worse else POSSIBLE, compared or [refused], look)
+    elif own and again and not worse:
+        case.checked.append(f"{loaded} {taus}: nothing is lost in loading")
+    elif not serious and not refused:
+        case.checked.append(f"{loaded}: nothing is dropped, replaced or read otherwise")
 
 
-# ---- what the engine feeds ---------------------------------------------------------------------------------------------
+# ---- what the engine feeds -------------------------------------------------------------------------------------------
 
 
 def _fed(case: Case) -> Iterator[Cause]:
     yield from _same_target(case)
-    words = shlex.split(case.launch) if case.launch else []
-    yield from _algorithm(case, words)
-    yield from _template(case, words)
-    if "NAUX" not in case.log and "mat1 and mat2 shapes" in case.log:
-        yield Cause(
-            "fc bypassed", LIKELY, ["the log shows a matrix of another width than fc expects"], "Serve it with EAGLE3."
-        )
+    yield from _algorithm(case)
+    yield from _template(case)
+    if "mat1 and mat2 shapes" in case.log:
+        yield Cause("fc bypassed", LIKELY, ["the log shows a matrix of another width than fc expects"])
 
 
 def _same_target(case: Case) -> Iterator[Cause]:
-    trained = case.provenance.get("target") or {}
-    if not trained or case.target is None:
+    if not case.trained_with or case.target is None:
         return
-    now = case.target.fingerprints
+    now, path = case.target.fingerprints, case.target.path
+    differs = {name for name, value in now.items() if case.trained_with.get(name) != value}
     quantised = case.target.config.get("quantization_config") or case.target.text.get("quantization_config")
-    if trained.get("weights") != now["weights"]:
-        name = "quantised target" if quantised else "another target"
-        evidence = [f"the target's weights in {case.target.path} are not those that the draft was trained for"]
+    if "weights" in differs:
+        evidence = [f"the target's weights in {path} are not those that the draft was trained for"]
         if quantised:
             evidence.append(f"they are quantised ({quantised.get('quant_method', 'unnamed method')})")
-        yield Cause(
-            name, CERTAIN, evidence, "Train on states of the very target that is served, or serve the trained one."
-        )
+        yield Cause("quantised target" if quantised else "another target", CERTAIN, evidence)
     else:
         case.checked.append("target: the weights that the draft was trained for")
-    if trained.get("chat_template") != now["chat_template"]:
-        yield Cause(
-            "chat template differs",
-            CERTAIN,
-            [f"the chat template in {case.target.path} is not the one that the draft was trained with"],
-            "Serve with the template of training, or generate, extract and train with this one.",
-        )
-    if trained.get("tokenizer") != now["tokenizer"]:
-        yield Cause("another target", CERTAIN, ["the tokenizer differs from training"], "Serve the trained target.")
+    if "chat_template" in differs:
+        text = f"the chat template in {path} is not the one that the draft was trained with"
+        yield Cause("chat template differs", CERTAIN, [text])
+    if "tokenizer" in differs:
+        yield Cause("another target", CERTAIN, ["the tokenizer differs from training"])
 
 
-def _option(words: list[str], *names: str) -> str | None:
-    """The value of a command-line option, written `--name value` or `--name=value`."""
-    for at, word in enumerate(words):
+def _option(case: Case, *names: str) -> str | None:
+    """The value of a command-line option of the launch line, written `--name value` or `--name=value`."""
+    for at, word in enumerate(case.launch):
         name, _, value = word.partition("=")
         if name in names:
-            return value or (words[at + 1] if at + 1 < len(words) else "")
+            return value or (case.launch[at + 1] if at + 1 < len(case.launch) else "")
     return None
 
 
-def _algorithm(case: Case, words: list[str]) -> Iterator[Cause]:
-    sglang = _option(words, "--speculative-algorithm", "--speculative-algo")
-    vllm = _option(words, "--speculative-config", "--speculative_config", "-sc")
-    found = sglang
-    if vllm:
-        try:
-            found = str(json.loads(vllm).get("method") or "")
-        except ValueError:
-            yield Cause("wrong algorithm flag", LIKELY, [f"--speculative-config is not JSON: {vllm}"], "Quote it.")
+def _object(text: str) -> Json | None:
+    """A JSON object, or None where it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _algorithm(case: Case) -> Iterator[Cause]:
+    found = _option(case, "--speculative-algorithm", "--speculative-algo")
+    if vllm := _option(case, "--speculative-config", "--speculative_config", "-sc"):
+        config = _object(vllm)
+        if config is None:
+            text = f"--speculative-config is no JSON object: {vllm}"
+            yield Cause("wrong algorithm flag", LIKELY, [text], "Quote it.")
             return
-    if found is not None and found.lower() not in ("eagle3", ""):
-        yield Cause(
-            "wrong algorithm flag",
-            CERTAIN,
-            [f"the server was started for {found!r}: one hidden state is fed where fc expects several"],
-            "Start it with EAGLE3 (SGLang: --speculative-algorithm EAGLE3, vLLM: method eagle3).",
-        )
-    elif words and found is None and not any("spec" in word or word in ("-md", "--model-draft") for word in words):
-        yield Cause(
-            "wrong algorithm flag", CERTAIN, ["the launch line names no draft at all"], "Add the draft's options."
-        )
+        found = str(config.get("method") or "")
+    if found and found.lower() != "eagle3":
+        text = f"the server was started for {found!r}: one hidden state is fed where fc expects several"
+        yield Cause("wrong algorithm flag", CERTAIN, [text])
     elif found:
         case.checked.append(f"launch line: {found}")
-    quantised = _option(words, "--quantization", "-q")
-    if quantised:
-        yield Cause(
-            "quantised target",
-            LIKELY,
-            [f"the server quantises the target ({quantised}); the draft was trained on its plain states"],
-            "Measure without it, or extract states from the quantised target and train on these.",
-        )
+    elif found is None and case.launch and not any("spec" in w or w in ("-md", "--model-draft") for w in case.launch):
+        text = "the launch line names no draft at all"
+        yield Cause("wrong algorithm flag", CERTAIN, [text], "Add the draft's options.")
+    if quantised := _option(case, "--quantization", "-q"):
+        text = f"the server quantises the target ({quantised}); the draft was trained on its plain states"
+        yield Cause("quantised target", LIKELY, [text])
 
 
-def _template(case: Case, words: list[str]) -> Iterator[Cause]:
-    other = _option(words, "--chat-template")
-    trained = (case.provenance.get("target") or {}).get("chat_template")
-    if other and trained and (not Path(other).is_file() or fingerprint(Path(other).read_text("utf-8")) != trained):
-        yield Cause(
-            "chat template differs",
-            CERTAIN if Path(other).is_file() else LIKELY,
-            [f"the server is started with --chat-template {other}, not with the template of training"],
-            "Leave the option out, or train with that template.",
-        )
-    recipe = case.provenance.get("recipe") or case.recipe
-    ours = (recipe.get("generate") or {}).get("template") or {}
-    served = _option(words, "--default-chat-template-kwargs", "--chat-template-kwargs")
-    theirs = json.loads(served) if served else {}
+def _template(case: Case) -> Iterator[Cause]:
+    other, trained = _option(case, "--chat-template"), case.trained_with.get("chat_template")
+    file = Path(other or "")
+    if other and trained and (not file.is_file() or fingerprint(file.read_text("utf-8")) != trained):
+        text = f"the server is started with --chat-template {other}, not with the template of training"
+        yield Cause("chat template differs", CERTAIN if file.is_file() else LIKELY, [text])
+    ours = (case.recipe.get("generate") or {}).get("template") or {}
+    served = _option(case, "--default-chat-template-kwargs", "--chat-template-kwargs") or "{}"
+    theirs = _object(served)
+    if theirs is None:
+        text = f"the launch line's --chat-template-kwargs is no JSON object: {served}"
+        yield Cause("thinking mode differs", POSSIBLE, [text], "Quote it.")
+        return
     for key in ("enable_thinking", "thinking", "reasoning_effort"):
-        if key in ours or key in theirs:
-            a, b = ours.get(key, "the template's default"), theirs.get(key, "the template's default")
-            if a != b:
-                yield Cause(
-                    "thinking mode differs",
-                    CERTAIN if key in ours and key in theirs else LIKELY,
-                    [f"trained with {key} = {a}, served with {b}"],
-                    "Generate the training answers in the mode that is served, or in both.",
-                )
+        a, b = (options.get(key, "the template's default") for options in (ours, theirs))
+        if a != b:
+            confidence = CERTAIN if key in ours and key in theirs else LIKELY
+            yield Cause("thinking mode differs", confidence, [f"trained with {key} = {a}, served with {b}"])
 
 
-# ---- what is measured --------------------------------------------------------------------------------------------------
+# ---- what is measured ------------------------------------------------------------------------------------------------
 
 
 def _measured(case: Case) -> Iterator[Cause]:
-    measured, own = case.measured, case.own
-    if measured is None or own is None:
+    if case.measured is None or case.own is None:
         return
-    protocol, tau, wanted = measured.get("protocol") or {}, float(measured["tau"]), own["tau"]
-    low, high = own["interval"]
-    parts = {name: part["tau"] for name, part in own["by_category"].items()}
-    text = f"measured tau {tau:.2f}, replayed {wanted:.2f} [{low:.2f}, {high:.2f}] on held-out conversations"
+    tau, protocol, (low, high) = case.measured["tau"], case.measured.get("protocol") or {}, case.own["interval"]
+    text = f"measured tau {tau:.2f}, replayed {case.own['tau']:.2f} [{low:.2f}, {high:.2f}] on held-out conversations"
     if tau >= low - (high - low) / 2:
-        case.checked.append(f"{text}: they agree")
+        fits = tau <= high + (high - low) / 2
+        case.checked.append(f"{text}: {'they agree' if fits else 'it is no less'}")
         return
-    data, prompts = str(protocol.get("data", "")), int(protocol.get("prompts") or 0)
-    if data != "held-out conversations":
-        span = f"by category the replay goes from {min(parts.values()):.2f} to {max(parts.values()):.2f}"
-        fits = min(parts.values()) <= tau + (high - low)
-        yield Cause(
-            "the benchmark asks for something else",
-            LIKELY if fits else POSSIBLE,
-            [text, f"it was measured on {data or 'unnamed prompts'} ({prompts} prompts); {span}"],
-            "Measure on held-out conversations of the kind you serve, or train on the kind you measure.",
-        )
-    if prompts and prompts < 8:
-        yield Cause("the benchmark asks for something else", POSSIBLE, [f"only {prompts} prompts"], "Use 30 or more.")
+    data, prompts, warm = protocol.get("data"), protocol.get("prompts") or 0, protocol.get("temperature")
+    if data == "held-out conversations" and not warm:
+        yield Cause("not explained", POSSIBLE, [text])
+    else:
+        parts = [part["tau"] for part in case.own["by_category"].values()]
+        span = f"by category the replay goes from {min(parts):.2f} to {max(parts):.2f}"
+        evidence = [text, f"it was measured on {data or 'unnamed prompts'} ({prompts} prompts); {span}"]
+        evidence += [f"it was measured at temperature {warm:g}, the replay is greedy"] if warm else []
+        confidence = LIKELY if min(parts) <= tau + (high - low) else POSSIBLE
+        yield Cause("the benchmark asks for something else", confidence, evidence)
+    if 0 < prompts < 8:
+        yield Cause("the benchmark asks for something else", POSSIBLE, [f"only {prompts} prompts"])
+
+
+# ---- the case --------------------------------------------------------------------------------------------------------
 
 
 def case_from(
@@ -506,25 +450,33 @@ def case_from(
     engine: str | None,
     launch: str | None,
     log: Path | None,
-    measured: Path | Json | None,
+    measured: Path | None,
 ) -> Case:
     """A case from the command's options; what a run folder knows is taken from there."""
-    if run is None and draft is None:
+    where = draft or (run / "draft" if run else None)
+    if where is None:
         raise UsageError("eyas doctor: give --run RUN or --draft D, better both, and --target T.")
     if run is not None and not (run / "recipe.yaml").exists():
         raise UsageError(f"{run}: no recipe.yaml in it. --run names the folder that `eyas run` wrote.")
     if engine is not None and engine not in ENGINES:
         raise UsageError(f"--engine {engine}: expected one of {', '.join(ENGINES)}.")
-    where = draft or (run / "draft" if run else None)
-    assert where is not None
     if not where.is_dir():
         raise UsageError(f"{where}: no such folder. Expected a draft: config.json and model.safetensors.")
-    if launch and engine is None:
-        engine = next((e for e, mark in (("vllm", "vllm"), ("sglang", "sglang"), ("llamacpp", "llama-")) if mark in launch), None)  # fmt: skip
-    case = Case(where, None, run, engine, launch or "", log.read_text("utf-8", "replace") if log else "")
-    name = target or case.recipe.get("target")
-    case.target = read_target(name) if name else None
-    case.measured = read_json(measured) if isinstance(measured, Path) else measured
+    if log and not log.is_file():
+        raise UsageError(f"--log {log}: no such file.")
+    try:
+        words = shlex.split(launch or "")
+    except ValueError as error:
+        raise UsageError(f"--launch {launch}: not a shell command ({error}).") from None
+    marks = {"vllm": "vllm", "sglang": "sglang", "llama-": "llamacpp"}
+    engine = engine or next((name for mark, name in marks.items() if mark in (launch or "")), None)
+    case = Case(where, None, run, engine, words, log.read_text("utf-8", "replace") if log else "")
+    if name := target or (case.recipe["target"] if run else None):
+        case.target = read_target(name)
+    if measured:
+        case.measured = read_json(measured)
+        if not isinstance(case.measured, dict) or not isinstance(case.measured.get("tau"), int | float):
+            raise UsageError(f"{measured}: no tau in it. Expected what `eyas measure --json` or decode printed.")
     return case
 
 
@@ -534,7 +486,5 @@ def measure_now(case: Case, url: str) -> Json:
 
     if case.run is None or case.engine is None:
         raise UsageError("eyas doctor --url: give --run RUN and --engine E too, to know the prompts and whom to ask.")
-    target = str(case.target.path) if case.target else None
-    return measure(
-        case.engine, url, case.run / "conversations" / "conversations.jsonl", target=target, draft=case.draft
-    )
+    prompts, target = case.run / "conversations" / "conversations.jsonl", str(case.target.path) if case.target else None
+    return measure(case.engine, url, prompts, target=target, draft=case.draft)

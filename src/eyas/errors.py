@@ -11,3 +11,8 @@ class UsageError(EyasError):
     """Wrong use or bad input."""
 
     exit_code = 2
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says in one line, or its kind where it says nothing."""
+    return (str(error) or type(error).__name__).splitlines()[0]

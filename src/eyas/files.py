@@ -15,7 +15,7 @@ from eyas.errors import EyasError, UsageError
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make a rename inside `folder` survive a power cut."""
+    """Make a rename inside `folder`, or a file's bytes, survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -30,9 +30,8 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise EyasError(
-                f"{path}: the disk is full. Nothing half-written was kept; free space and run again."
-            ) from None
+            text = "the disk is full. Nothing half-written was kept; free space and run again."
+            raise EyasError(f"{path}: {text}") from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise EyasError(f"{path}: not writable ({os.strerror(error.errno)}). Choose another folder.") from None
         raise
@@ -66,26 +65,21 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+        old = temporary.with_suffix(".old")
         try:
             yield temporary
-            for file in temporary.rglob("*"):
-                if file.is_file():
-                    with open(file, "rb") as handle:
-                        os.fsync(handle.fileno())
-                else:
-                    fsync_folder(file)
             os.chmod(temporary, 0o755)
-            fsync_folder(temporary)
-            old = None
+            for written in (*temporary.rglob("*"), temporary):
+                fsync_folder(written)
             if path.exists():  # a folder cannot be replaced in one rename, so the old one steps aside first
-                old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
-                os.rename(path, old / "x")
+                os.rename(path, old)
             os.rename(temporary, path)
             fsync_folder(path.parent)
-            if old is not None:
-                shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
+            if old.exists() and not path.exists():
+                os.rename(old, path)
             raise
 
 

@@ -1,12 +1,14 @@
 """A first recipe for a target, commented, with estimates of what it will cost."""
 
-from eyas.target import default_aux_layers, read_target
+from eyas.audit import audit_config
+from eyas.draft.config import draft_config_for
+from eyas.target import read_target
 
 TEMPLATE = """\
 # A recipe for eyas. `eyas run` goes through all of it and can be cut off and started again at any time.
 #
 # Target: {architecture}, {layers} layers, hidden size {hidden:,}, vocabulary {vocab:,}, context {context:,}.
-# Hidden states: {per_token:,} bytes a token (three layers and the final state in bf16), so {gigabytes:.1f} GB per million tokens.
+# Hidden states: {per_token:,} bytes a token (these layers and the final state), {gigabytes:.1f} GB per million tokens.
 # Draft: about {trained:,.0f} M trained parameters with a draft vocabulary of {draft_vocab:,}.
 
 target: {target}
@@ -45,28 +47,22 @@ replay:
 
 def initial_recipe(target: str, conversations: str) -> str:
     """The recipe's text; reads the target's config only."""
-    from eyas.draft.config import draft_config_for
-
     known = read_target(target)
-    hidden, vocab = known.hidden_size, known.vocab_size
-    draft_vocab = min(32_000, vocab)
-    c = draft_config_for(known, draft_vocab)
-    attention = 2 * hidden * (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
-    attention += c.num_attention_heads * c.head_dim * hidden
-    trained = c.fc_in * hidden + attention + 3 * hidden * c.intermediate_size + draft_vocab * hidden
-    per_token = (len(c.aux_layers) + 1) * hidden * 2
+    draft = draft_config_for(known, min(32_000, known.vocab_size))
+    audit = audit_config(known, draft)
+    per_token = audit["estimates"]["store_bytes_per_token"]
     return TEMPLATE.format(
         architecture=known.architecture,
         layers=known.num_layers,
-        hidden=hidden,
-        vocab=vocab,
+        hidden=known.hidden_size,
+        vocab=known.vocab_size,
         context=known.max_positions,
         per_token=per_token,
         gigabytes=per_token / 1e3,
-        trained=trained / 1e6,
-        draft_vocab=draft_vocab,
+        trained=audit["trained_params"] / 1e6,
+        draft_vocab=draft.draft_vocab_size,
         target=target,
         name=target.rstrip("/").split("/")[-1].lower(),
         conversations=conversations,
-        aux=default_aux_layers(known.num_layers),
+        aux=list(draft.aux_layers),
     )

@@ -1,8 +1,8 @@
 """Acceptance and speed of a live server, read from where each engine keeps them, under a set-up that can be trusted.
 
-vLLM: Prometheus counters before and after. SGLang: `meta_info` of each answer, settings from /server_info. llama-server:
-`timings` of each answer, which tell drafted and accepted but not per position. Prompts go out as token ids of the
-target's own chat template, so the draft meets what it was trained on.
+vLLM: Prometheus counters before and after. SGLang: `meta_info` of each answer, settings from /server_info.
+llama-server: `timings` of each answer, which tell drafted and accepted but not per position. Prompts go out as token
+ids of the target's own chat template, so the draft meets what it was trained on.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from eyas.target import load_tokenizer, read_target
 if TYPE_CHECKING:
     import httpx
 
+Json = dict[str, Any]
 FEWEST = 8  # prompts below which a figure says nothing
 WARM = 0.1  # share of prompt tokens that may come from a cache beyond what these prompts share among themselves
 CLEAR = {
@@ -39,7 +40,7 @@ class Asked:
 
     prompt: list[int]
     ids: list[int]
-    value: dict[str, Any]
+    value: Json
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Served:
     documents: list[Document]
     before: dict[str, float]
     after: dict[str, float]
-    info: dict[str, Any]
+    info: Json
     seconds: float
 
     @property
@@ -86,8 +87,7 @@ def measure(
     max_new_tokens: int = 256,
     limit: int | None = None,
     concurrency: int = 8,
-    timeout: float = 600.0,
-) -> dict[str, Any]:
+) -> Json:
     """Send the prompts to a server of `engine` (vllm, sglang, llamacpp) and return the figures of the JSON contract.
 
     `target` names the tokenizer's folder where the server does not; `draft` tells which prompts it was trained on;
@@ -105,49 +105,38 @@ def measure(
         raise UsageError(f"{url}: does not say which Hugging Face target it serves. Name it with --target.")
     known = read_target(name)
     template = ChatTemplate(load_tokenizer(known))  # refuses a target without a chat template: no raw completions
-    drafted_by = draft or info.get("speculative_draft_model_path")
-    found = read_prompts(prompts, limit, drafted_by)
+    found = read_prompts(prompts, limit, draft or info.get("speculative_draft_model_path"))
     _refuse_prompts(found, str(prompts))
     limits = Limits(max_new_tokens, known.max_positions, frozenset(template.end_ids))
-    job = _Job(engine, template, limits, Sampling(temperature, 0), concurrency, timeout)
+    job = _Job(engine, template, limits, Sampling(temperature, 0), concurrency)
 
-    served = job.serve(url, found, info)
+    served = asyncio.run(job.serve(url, found, info))
     counts = COUNTERS[engine](served, k)
     if not counts.rounds or not counts.drafted:
-        raise EyasError(
-            f"{url}: {served.tokens:,} tokens were written and none was drafted. Was the server started with "
-            "speculation, and with its statistics on?"
-        )
+        text = "tokens were written and none was drafted. Was it started with speculation, and with its statistics on?"
+        raise EyasError(f"{url}: {served.tokens:,} {text}")
     settings = _settings(engine, info, counts, k, url)
-    notes = _check(job, served, counts) + (
-        [] if found.trained is not None else ["prompts of the training set (--draft)"]
-    )
-    plain = None
+    notes = _check(job, served, counts)
+    if found.trained is None:
+        notes.append("prompts of the training set (--draft)")
+    speed, same = {"speculative": served.tokens / served.seconds}, None
     if plain_url:
-        plain = job.serve(plain_url, found, asyncio.run(_describe(engine, plain_url)))
+        plain = asyncio.run(job.serve(plain_url, found, asyncio.run(_describe(engine, plain_url))))
         others = COUNTERS[engine](plain, k)
         if others.drafted:
             raise UsageError(f"{plain_url}: drafts tokens too. --plain-url is a server without speculation.")
         _check(job, plain, others)
-    speed = {"speculative": served.tokens / served.seconds} | ({"plain": plain.tokens / plain.seconds} if plain else {})
-    same: int | None = None
-    if plain and not temperature:
-        pairs = zip(served.documents, plain.documents, strict=True)
-        same = sum(int(one.tokens == other.tokens) for one, other in pairs)
+        speed["plain"] = plain.tokens / plain.seconds
+        if not temperature:
+            pairs = zip(served.documents, plain.documents, strict=True)
+            same = sum(one.tokens == other.tokens for one, other in pairs)
+    said = {"temperature": temperature, "loaded_as": engine, "prompts": len(found.rows), "tokens": served.tokens}
     return {
         "tau": 1 + counts.accepted / counts.rounds,
         "accept_rate": counts.accepted / counts.drafted,
         "per_position": counts.per_position,
-        "protocol": settings
-        | {
-            "temperature": temperature,
-            "loaded_as": engine,
-            "prompts": len(found.rows),
-            "tokens": served.tokens,
-            "data": found.data,
-            "concurrency": concurrency,
-        },
-        "speedup": speed["speculative"] / speed["plain"] if plain else None,
+        "protocol": settings | said | {"data": found.data, "concurrency": concurrency},
+        "speedup": speed["speculative"] / speed["plain"] if plain_url else None,
         "lossless": None if same is None else same == len(served.documents),
         "same_texts": same,
         "rounds": counts.rounds,
@@ -164,9 +153,7 @@ def measure(
 
 def _refuse_prompts(found: Prompts, name: str) -> None:
     if len(found.rows) < FEWEST:
-        raise UsageError(
-            f"{name}: {len(found.rows)} prompts; a figure from fewer than {FEWEST} says nothing. Give more."
-        )
+        raise UsageError(f"{name}: {len(found.rows)} prompts; fewer than {FEWEST} say nothing. Give more.")
     if found.trained:
         raise UsageError(
             f"{name}: {len(found.trained)} of {len(found.rows)} prompts are from the draft's training set "
@@ -176,18 +163,14 @@ def _refuse_prompts(found: Prompts, name: str) -> None:
 
 def _check(job: "_Job", served: Served, counts: Counts) -> list[str]:
     """Refuse what would mislead; returns what this engine does not let us check."""
-    ends, notes = job.limits.end_ids, []
-    late = next((one for one in served.asked if not ends.isdisjoint(one.ids[:-1])), None)
-    if late is not None:
+    if any(not job.limits.end_ids.isdisjoint(one.ids[:-1]) for one in served.asked):
         raise UsageError(
             f"{served.url}: answers go on behind an end token: the server ignores it (ignore_eos). What follows is no "
             "text of the target's, and its acceptance is another. Start the server without it."
         )
     prompt_tokens = sum(len(one.prompt) for one in served.asked)
     own = own_reuse([(one.prompt, one.ids) for one in served.asked])
-    if counts.cached is None:
-        notes.append("warm prefix cache")
-    elif counts.cached > own + WARM * prompt_tokens:
+    if counts.cached is not None and counts.cached > own + WARM * prompt_tokens:
         raise UsageError(
             f"{served.url}: {counts.cached / prompt_tokens:.0%} of the prompt tokens came from a warm prefix cache, "
             f"where these prompts share at most {own / prompt_tokens:.0%} among themselves: the server has met them "
@@ -199,7 +182,7 @@ def _check(job: "_Job", served: Served, counts: Counts) -> list[str]:
             f"{served.url}: wrote {wrote:,.0f} tokens meanwhile, {served.tokens:,} of them for us. Its counters mix us "
             "with other clients; measure while nobody else uses it."
         )
-    return notes
+    return ["warm prefix cache"] if counts.cached is None else []
 
 
 def own_reuse(requests: list[tuple[list[int], list[int]]]) -> int:
@@ -207,12 +190,10 @@ def own_reuse(requests: list[tuple[list[int], list[int]]]) -> int:
     ordered = sorted((prompt + ids, len(prompt)) for prompt, ids in requests)
     longest = [0] * len(ordered)
     for i in range(1, len(ordered)):  # the longest common prefix with any other is one with a neighbour
-        shared = 0
-        for a, b in zip(ordered[i - 1][0], ordered[i][0], strict=False):
-            if a != b:
-                break
-            shared += 1
-        longest[i - 1], longest[i] = max(longest[i - 1], shared), shared
+        pairs = zip(ordered[i - 1][0], ordered[i][0], strict=False)
+        least = min(len(ordered[i - 1][0]), len(ordered[i][0]))
+        longest[i] = next((at for at, (a, b) in enumerate(pairs) if a != b), least)
+        longest[i - 1] = max(longest[i - 1], longest[i])
     return sum(min(most, size) for most, (_, size) in zip(longest, ordered, strict=True))
 
 
@@ -230,15 +211,14 @@ def read_metrics(text: str) -> dict[str, float]:
 
 
 def _vllm_counts(served: Served, _: int | None) -> Counts:
-    rounds = served.change("vllm:spec_decode_num_drafts")
-    positions = [name for name in served.after if name.startswith("vllm:spec_decode_num_accepted_tokens_per_pos[")]
-    accepted = [served.change(f"vllm:spec_decode_num_accepted_tokens_per_pos[{i}]") for i in range(len(positions))]
+    rounds, at = served.change("vllm:spec_decode_num_drafts"), "vllm:spec_decode_num_accepted_tokens_per_pos"
+    depth = sum(name.startswith(f"{at}[") for name in served.after)
     hits = next((n for n in ("vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits") if n in served.after), None)
     return Counts(
         int(rounds),
         int(served.change("vllm:spec_decode_num_draft_tokens")),
         int(served.change("vllm:spec_decode_num_accepted_tokens")),
-        [each / max(rounds, 1) for each in accepted],
+        [served.change(f"{at}[{i}]") / max(rounds, 1) for i in range(depth)],
         None if hits is None else int(served.change(hits)),
     )
 
@@ -249,16 +229,16 @@ def _sglang_counts(served: Served, _: int | None) -> Counts:
     def total(*names: str) -> int:
         return sum(int(next((meta[name] for name in names if meta.get(name) is not None), 0)) for meta in metas)
 
-    counts = Counts(
-        total("spec_verify_ct"),
-        total("spec_num_proposed_drafts", "spec_draft_token_num"),
-        total("spec_num_correct_drafts", "spec_accept_token_num"),
-        cached=total("cached_tokens") if any("cached_tokens" in meta for meta in metas) else None,
-    )
+    rounds = total("spec_verify_ct")
     histograms = [meta.get("spec_correct_drafts_histogram") or [] for meta in metas]  # rounds by tokens kept
     kept = [sum(h[i] for h in histograms if i < len(h)) for i in range(max(map(len, histograms), default=0))]
-    counts.per_position = [sum(kept[i:]) / max(counts.rounds, 1) for i in range(1, len(kept))]
-    return counts
+    return Counts(
+        rounds,
+        total("spec_num_proposed_drafts", "spec_draft_token_num"),
+        total("spec_num_correct_drafts", "spec_accept_token_num"),
+        [sum(kept[i:]) / max(rounds, 1) for i in range(1, len(kept))],
+        total("cached_tokens") if any("cached_tokens" in meta for meta in metas) else None,
+    )
 
 
 def _llamacpp_counts(served: Served, k: int | None) -> Counts:
@@ -294,10 +274,10 @@ COUNTERS: dict[str, Callable[[Served, int | None], Counts]] = {
 }
 
 
-def _settings(engine: str, info: dict[str, Any], counts: Counts, k: int | None, url: str) -> dict[str, Any]:
+def _settings(engine: str, info: Json, counts: Counts, k: int | None, url: str) -> Json:
     """Shape and K as the server runs them. Raises UsageError when that is not what the caller said."""
     steps = counts.drafted / counts.rounds
-    found = {"shape": "chain", "k": max(round(steps), 1)}
+    found: Json = {"shape": "chain", "k": max(round(steps), 1)}
     if engine == "sglang" and info.get("speculative_num_steps"):
         found["k"] = int(info["speculative_num_steps"])
         if int(info.get("speculative_eagle_topk") or 1) > 1:
@@ -306,9 +286,7 @@ def _settings(engine: str, info: dict[str, Any], counts: Counts, k: int | None, 
     elif engine == "llamacpp":  # it drafts fewer at an answer's end, and below --spec-draft-p-min
         found |= {"k": max(k or 0, -int(-steps // 1)), "drafted_per_round": round(steps, 2)}
     if k is not None and found["k"] != k:
-        raise UsageError(
-            f"{url}: drafts {found['k']} tokens a round, --k says {k}. Start it with {k}, or say {found['k']}."
-        )
+        raise UsageError(f"{url}: drafts {found['k']} tokens a round, --k says {k}. Start it so, or say what it does.")
     return found
 
 
@@ -322,18 +300,13 @@ class _Job:
     limits: Limits
     sampling: Sampling
     concurrency: int
-    timeout: float
 
-    def serve(self, url: str, prompts: Prompts, info: dict[str, Any]) -> Served:
-        return asyncio.run(self._serve(url, prompts, info))
-
-    async def _serve(self, url: str, prompts: Prompts, info: dict[str, Any]) -> Served:
+    async def serve(self, url: str, prompts: Prompts, info: Json) -> Served:
         documents, _ = prepare(prompts.rows, self.template, self.limits, "", "error")
-        first = {"id": "eyas-first", "turns": ["Hello."]}
-        warm_up, _ = prepare([first], self.template, self.limits, "", "error")
+        warm_up, _ = prepare([{"id": "eyas-first", "turns": ["Hello."]}], self.template, self.limits, "", "error")
         asked: list[Asked] = []
         gate, model = asyncio.Semaphore(self.concurrency), str(info.get("model", ""))
-        async with _client(self.timeout) as client:
+        async with _client(600.0) as client:
             await self._ask(client, url, model, warm_up[0])  # a server's first answer prepares kernels and graphs
             before = await _metrics(client, url)
             begin = time.monotonic()
@@ -350,20 +323,21 @@ class _Job:
             return Served(url, asked, documents, before, await _metrics(client, url), info, seconds)
 
     async def _ask(self, client: "httpx.AsyncClient", url: str, model: str, document: Document) -> Asked:
-        protocol = PROTOCOLS[self.engine]
+        protocol, ends = PROTOCOLS[self.engine], self.limits.end_ids
         room = min(self.limits.max_new_tokens, self.limits.length - len(document.tokens))
-        body = protocol.body(document, model, room, sorted(self.limits.end_ids), self.sampling)
-        value = await _json(client, url, protocol.path, body)
+        value = await _json(
+            client, url, protocol.path, protocol.body(document, model, room, sorted(ends), self.sampling)
+        )
         try:
             reply = protocol.reply(value)
         except (KeyError, IndexError, TypeError) as error:
             raise EyasError(f"{url}{protocol.path}: its answer lacks {error}. Is it a {self.engine} server?") from None
         prompt, ids = list(document.tokens), list(reply.ids or [])
-        if reply.stopped and len(ids) < room and not (ids and ids[-1] in self.limits.end_ids):
+        if reply.stopped and len(ids) < room and not (ids and ids[-1] in ends):
             ids.append(_turn_end(self.template))  # the engine kept the end token to itself
         document.tokens += ids
-        stopped = bool(ids) and ids[-1] in self.limits.end_ids
-        end_turn(document, stopped, len(document.tokens) >= self.limits.length, self.template, self.limits)
+        full = len(document.tokens) >= self.limits.length
+        end_turn(document, bool(ids) and ids[-1] in ends, full, self.template, self.limits)
         return Asked(prompt, ids, value)
 
 
@@ -373,32 +347,39 @@ def _client(timeout: float) -> "httpx.AsyncClient":
     return httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=10), limits=httpx.Limits(max_connections=None))
 
 
-async def _json(client: "httpx.AsyncClient", url: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """The JSON that a server answers. Raises EyasError when it does not answer, or not so."""
+async def _request(client: "httpx.AsyncClient", url: str, path: str, body: Json | None = None) -> "httpx.Response":
+    """A server's answer, whatever its status. Raises EyasError when there is none."""
     import httpx
 
     try:
-        answer = await (client.get(url + path) if body is None else client.post(url + path, json=body))
-        said = " ".join(answer.text.split())[:200]
+        return await (client.get(url + path) if body is None else client.post(url + path, json=body))
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise EyasError(f"{url}{path}: no answer ({error or type(error).__name__}). Is the server running?") from None
+
+
+async def _json(client: "httpx.AsyncClient", url: str, path: str, body: Json | None = None) -> Any:
+    """The JSON that a server answers. Raises EyasError when it answers something else."""
+    answer = await _request(client, url, path, body)
+    said = " ".join(answer.text.split())[:200]
+    try:
         if answer.status_code == 200:
             return answer.json()
-    except (httpx.TransportError, httpx.InvalidURL, ValueError) as error:
-        raise EyasError(f"{url}{path}: no answer ({error or type(error).__name__}). Is the server running?") from None
+    except ValueError:
+        raise EyasError(f"{url}{path}: answered no JSON ({said}). Check --engine and --url.") from None
     busy = "It is overloaded: lower --concurrency." if answer.status_code in TRANSIENT else "Check --engine and --url."
     raise EyasError(f"{url}{path}: answered {answer.status_code} ({said}). {busy}")
 
 
 async def _metrics(client: "httpx.AsyncClient", url: str) -> dict[str, float]:
     """Prometheus counters, or nothing where the server has none."""
-    answer = await client.get(url + "/metrics")
+    answer = await _request(client, url, "/metrics")
     return read_metrics(answer.text) if answer.status_code == 200 else {}
 
 
-async def _describe(engine: str, url: str) -> dict[str, Any]:
+async def _describe(engine: str, url: str) -> Json:
     """What the server says of itself: `model`, `model_path`, and SGLang's settings."""
     async with _client(30.0) as client:
-        sign = PROTOCOLS[engine].sign
-        info = await _json(client, url, sign or "/v1/models")
+        info = await _json(client, url, PROTOCOLS[engine].sign or "/v1/models")
         if engine == "sglang":
             return info | await _json(client, url, "/server_info")
         if engine == "vllm":

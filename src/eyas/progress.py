@@ -1,4 +1,4 @@
-"""Progress of long work: a rich bar with rate and time left on a terminal, plain lines elsewhere. Always on stderr."""
+"""Progress of long work: a rich bar with rate and time left on a terminal, plain lines elsewhere; always on stderr."""
 
 import contextlib
 import sys
@@ -18,36 +18,21 @@ def progress(description: str, total: float, unit: str = "it", done: float = 0) 
 
 
 def _bar(description: str, total: float, unit: str, done: float) -> Iterator[Advance]:
+    from rich import progress as r
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     start = time.monotonic()
-    columns = (
-        TextColumn("{task.description:<28}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(description, total=total, completed=int(done), rate="", note="")
+    about, bar, counts = "{task.description:<28}", r.BarColumn(), r.MofNCompleteColumn()
+    times = ("{task.fields[rate]}", r.TimeElapsedColumn(), "left", r.TimeRemainingColumn(), "{task.fields[note]}")
+    with r.Progress(about, bar, counts, *times, console=Console(stderr=True)) as shown:
+        task = shown.add_task(description, total=total, completed=int(done), rate="", note="")
         fresh = 0.0
 
         def advance(n: float = 1, note: str = "") -> None:
             nonlocal fresh
             fresh += n
             rate = f"{fresh / max(time.monotonic() - start, 1e-9):,.1f} {unit}/s"
-            bar.update(task, advance=n, rate=rate, note=note)
+            shown.update(task, advance=n, rate=rate, note=note)
 
         yield advance
 

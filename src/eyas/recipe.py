@@ -18,9 +18,13 @@ class Section(BaseModel):
 
 
 class Conversations(Section):
-    """Which conversations, and the share of them that is held out (by conversation, never by turn)."""
+    """Which conversations, and the share of them that is held out (by conversation, never by turn).
+
+    weights: category or path -> the share of its rows to keep.
+    """
 
     path: str | list[str]
+    weights: dict[str, Annotated[float, Field(ge=0, le=1)]] = {}
     limit: Positive | None = None
     heldout: Share = 0.1
     seed: int = 0
@@ -48,7 +52,15 @@ class Generate(Section):
 
 
 class Extract(Section):
-    """Hidden states. layers are physical outputs out(v); empty means EAGLE-3's default three."""
+    """Hidden states. layers are physical outputs out(v); empty means EAGLE-3's default three.
+
+    store: where they go instead of RUN/store, such as s3://bucket/store. actors: so many Ray workers fill it together.
+    servers: URLs of a running engine that gives the states, one of vLLM, two of SGLang (auxiliary, final).
+    """
+
+    store: str | None = None
+    actors: Annotated[int, Field(ge=0)] = 0
+    servers: Annotated[list[str], Field(max_length=2)] = []
 
     layers: list[int] | None = None
     codec: str = "bf16"
@@ -66,6 +78,7 @@ class Vocab(Section):
 class DraftShape(Section):
     """The draft's shape; what is left out follows the target."""
 
+    attention: Literal["llama", "latent"] = "llama"  # latent: the target's own, as DeepSeek and Kimi have it
     num_layers: Positive = 1
     hidden_size: Positive | None = None
     num_attention_heads: Positive | None = None
@@ -79,11 +92,18 @@ class DraftShape(Section):
 
 
 class Train(Section):
-    """Training-time test. steps is K; batch_tokens the rows of one optimizer step."""
+    """Training-time test. steps is K; batch_tokens the rows of one optimizer step.
+
+    micro_tokens: rows that go through the draft at once on a rank (gradients are added up), all of its part when left
+    out. shard: many GPUs share masters and optimizer state. online: the target in this process computes what training
+    reads; "cache" keeps it.
+    """
 
     steps: Positive = 7
     epochs: Positive = 4
     batch_tokens: Positive = 2048
+    micro_tokens: Positive | None = None
+    optimizer: Literal["adamw", "muon"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = 1e-3
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.05
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
@@ -100,12 +120,19 @@ class Train(Section):
     warm: str | None = None  # a draft to go on from
     remap: bool = False
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    masters: Literal["float32", "bfloat16"] = "float32"  # bfloat16 shows why not: norms get stuck
+    shard: bool = False
+    online: bool | Literal["cache"] = False
+    log_to: list[Literal["tensorboard", "trackio", "wandb"]] = []
     save_every: Positive = 100
     validate_every: Positive | None = None
     seed: int = 0
 
 
 class Export(Section):
+    """checkpoint: the one of highest validation tau, or the newest."""
+
+    checkpoint: Literal["best", "latest"] = "best"
     embed: bool = False
     engines: list[Literal["sglang", "vllm", "llamacpp", "openvino", "trtllm"]] = [
         "sglang",
@@ -117,6 +144,14 @@ class Export(Section):
 
 class Replay(Section):
     k: Positive = 4
+
+
+class Refine(Section):
+    """`eyas train --refine`: a finished draft trains on, tokens at which it was rejected count `extra` more."""
+
+    epochs: Positive = 1
+    lr: Annotated[float, Field(gt=0)] = 2e-4
+    extra: Annotated[float, Field(ge=0)] = 1.0
 
 
 class Recipe(Section):
@@ -134,10 +169,11 @@ class Recipe(Section):
     train: Train = Train()
     export: Export = Export()
     replay: Replay = Replay()
+    refine: Refine = Refine()
 
     def section(self, name: str) -> str:
-        """Fingerprint of one section."""
-        return fingerprint(getattr(self, name).model_dump(mode="json"))
+        """Fingerprint of one section, without what changes how it is made and not what."""
+        return fingerprint(getattr(self, name).model_dump(mode="json", exclude={"shard", "log_to"}))
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

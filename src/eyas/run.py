@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,11 +20,15 @@ from eyas.draft.config import DraftConfig, draft_config_for
 from eyas.errors import EyasError, UsageError
 from eyas.files import fingerprint, fingerprint_file, read_json, write_json, write_text
 from eyas.recipe import Recipe
+from eyas.recipe import Train as TrainSection
 from eyas.target import LoadedTarget, Target, default_aux_layers, load_target, load_tokenizer, read_target
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from eyas.data.template import ChatTemplate
     from eyas.draft.model import Draft
+    from eyas.train.online import Online
     from eyas.train.trainer import Trainer
 
 Figures = dict[str, Any]
@@ -63,12 +67,25 @@ class Run:
         tokenizer = load_tokenizer(self.target, self.recipe.trust_remote_code)
         return ChatTemplate(tokenizer, self.recipe.generate.template or None)
 
+    @property
+    def store(self) -> str | Path:
+        """The address of the feature store."""
+        return self.recipe.extract.store or self.folder / "store"
+
     @cached_property
     def layers(self) -> list[int]:
         return sorted(self.recipe.extract.layers or default_aux_layers(self.target.num_layers))
 
     def documents(self) -> list[dict[str, Any]]:
         return _read_lines(self.folder / "answers" / "answers.jsonl")
+
+    def to_extract(self) -> list[dict[str, Any]]:
+        """Documents for the store: all or, where training computes its own, those of validation and replay."""
+        documents = self.documents()
+        if not self.recipe.train.online:
+            return documents
+        heldout = set(self.parts()["heldout"])
+        return [document for document in documents if document["id"] in heldout]
 
     def parts(self) -> dict[str, list[str]]:
         """Ids of the training and held-out documents that have an answer."""
@@ -85,25 +102,50 @@ class Run:
         shape = self.recipe.draft.model_dump(exclude_none=True)
         return draft_config_for(self.target, size, aux_layers=self.layers, **shape)
 
-    def trainer(self) -> "Trainer":
+    def trainer(
+        self,
+        folder: Path | None = None,
+        settings: TrainSection | None = None,
+        inputs: str | None = None,
+        weights: "Mapping[str, np.ndarray] | None" = None,
+    ) -> "Trainer":
+        """The trainer of the `train` stage, or one like it with another folder, settings and weights of its tokens."""
         from eyas.draft import vocab
         from eyas.features.store import Store
         from eyas.train.trainer import Trainer
 
-        self.loaded = None  # the target is not needed for training: give its memory back
+        online = self.online
+        self.loaded = None  # else the target is not needed for training: give its memory back
         parts = self.parts()
+        own = replace(STAGES_BY_NAME["train"], upstream=("store", "vocab"))
         return Trainer(
-            self.folder / "train",
-            self.recipe.train,
+            folder or self.folder / "train",
+            settings or self.recipe.train,
             self.draft_config(),
             self.target,
             vocab.load(self.folder / "vocab"),
-            Store(self.folder / "store"),
+            Store(self.store),
             parts["train"],
             parts["heldout"],
-            fingerprint(inputs_of(self, replace(STAGES_BY_NAME["train"], upstream=("store", "vocab")))),
+            inputs or fingerprint(inputs_of(self, own)),
             self.recipe.replay.k,
+            weights,
+            online,
         )
+
+    @cached_property
+    def online(self) -> "Online | None":
+        """What computes states while training, where the recipe asks for it."""
+        how = self.recipe.train.online
+        if not how:
+            return None
+        from eyas.train.online import Online
+
+        train = set(self.parts()["train"])
+        documents = [document for document in self.documents() if document["id"] in train]
+        cache = self.folder / "states" if how == "cache" else None
+        rank = os.environ.get("RANK", "0")
+        return Online(documents, self.load(), self.layers, cache, self.recipe.extract.codec, rank)
 
 
 # The stages. Each returns its figures; the manifest is written around it.
@@ -119,6 +161,7 @@ def conversations(run: Run) -> Figures:
     report = prepare_conversations(
         paths,
         out,
+        weights=section.weights,
         answers=run.recipe.generate.answers == "keep",
         policy=section.bad_rows,
         limit=section.limit,
@@ -136,6 +179,11 @@ def conversations(run: Run) -> Figures:
         "train": len(parts["train"]),
         "heldout": len(parts["heldout"]),
         "dropped": sum(report.dropped.values()),
+        "scripts": dict(report.scripts),
+        "mix": [
+            {"category": name, "conversations": count, "share": round(count / len(rows), 4)}
+            for name, count in report.categories.most_common()
+        ],
     }
 
 
@@ -169,19 +217,26 @@ def answers(run: Run) -> Figures:
 def store(run: Run) -> Figures:
     from eyas.features.extract import extract
 
-    section = run.recipe.extract
-    greedy = run.recipe.generate.temperature == 0
-    threshold = section.self_check if section.self_check is not None else (0.9 if greedy else 0.0)
-    return extract(
-        run.documents(),
-        run.load(),
-        run.folder / "store",
-        layers=run.layers,
-        codec=section.codec,
-        token_budget=section.token_budget,
-        threshold=threshold,
-        inputs=inputs_of(run, STAGES_BY_NAME["store"]),
-    )
+    section, recipe = run.recipe.extract, run.recipe
+    threshold = section.self_check if section.self_check is not None else 0.9 * (recipe.generate.temperature == 0)
+    options: dict[str, Any] = {
+        "layers": run.layers,
+        "codec": section.codec,
+        "token_budget": section.token_budget,
+        "threshold": threshold,
+        "inputs": inputs_of(run, STAGES_BY_NAME["store"]),
+    }
+    if section.actors:
+        from eyas.features.cluster import extract as extract_by_actors
+
+        options |= {"dtype": recipe.dtype, "trust_remote_code": recipe.trust_remote_code}
+        return extract_by_actors(run.to_extract(), run.target, run.store, section.actors, **options)
+    if section.servers:
+        from eyas.features.engines import ends, open_source
+
+        target = ends(run.target, recipe.dtype)
+        return extract(run.to_extract(), target, run.store, source=open_source(section.servers, target), **options)
+    return extract(run.to_extract(), run.load(), run.store, **options)
 
 
 def vocab(run: Run) -> Figures:
@@ -189,7 +244,8 @@ def vocab(run: Run) -> Figures:
 
     size = run.recipe.vocab.size
     train = set(run.parts()["train"])
-    spans = v.supervised_spans((d for d in run.documents() if d["id"] in train), run.target.vocab_size)
+    documents = [d for d in run.documents() if d["id"] in train]
+    spans = v.supervised_spans(documents, run.target.vocab_size)
     counts = v.count_tokens(spans, run.target.vocab_size)
     always = set(run.template.special_ids()) | set(run.template.end_ids) | set(run.target.eos_ids)
     rule = "given in the recipe"
@@ -216,6 +272,7 @@ def vocab(run: Run) -> Figures:
         "untrained_rows": here.untrained,
         "tau_ceiling": here.tau_ceiling,
         "k": k,
+        "mix": v.mix(documents, chosen),
         "curve": [{name: round(value, 4) for name, value in vars(p).items()} for p in points],
     }
     write_json(run.folder / "vocab" / "vocab.json", figures | {"curve": [[p.size, p.coverage] for p in points]})
@@ -234,7 +291,7 @@ def audit(run: Run) -> Figures:
         run.target,
         trainer.draft,
         teacher_head=trainer.teacher_head,
-        optimizer=trainer.optimizer,
+        optimizer=trainer.optimizers,
         sources=sources(run, trainer.draft),
         store_meta=trainer.store.meta,
         store_figures=run.done["store"].figures | {"longest": int(trainer.store.lengths.max())},
@@ -295,12 +352,13 @@ def train(run: Run) -> Figures:
 
 
 def draft(run: Run) -> Figures:
+    from eyas.audit import audit_after, to_markdown
     from eyas.serving.export import export
 
     trainer = run.trainer()
     path = checkpoint_path(run)
     before, state = states_around(trainer, path)
-    last = _last_validation(run.folder / "train" / "log.jsonl")
+    last = _validation(run.folder / "train" / "log.jsonl", trainer.step)
     out = export(
         state,
         trainer.draft.config,
@@ -315,44 +373,44 @@ def draft(run: Run) -> Figures:
         },
         embed=run.recipe.export.embed,
     )
-    found = _audit_after(run, trainer, before, state, out)
+    found = audit_after(before, state, frozen_by(run), out, run.target, trainer.draft.config)
+    if found["verdict"] != "go" and run.accept:
+        found["accepted"] = run.accept
+    write_json(run.folder / "audit" / "after.json", found)
+    write_text(run.folder / "audit" / "after.md", to_markdown(found))
     if found["verdict"] != "go" and not run.accept:
         raise NoGo(
-            f"audit after training: NO-GO. {' '.join(found['reasons'])} See {run.folder / 'audit' / 'after.md'}."
+            f"audit after training: NO-GO. {' '.join(found['reasons'])} See {run.folder / 'audit' / 'after.md'}; "
+            "mend it, or go on all the same with `--accept REASON`."
         )
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     return {"bytes": size, "audit": found["verdict"], "tau": last["tau"], "protocol": last["protocol"]}
 
 
 def audit_checkpoint(run: Run, name: str | None = None) -> dict[str, Any]:
-    """The audit after training, of a checkpoint ("latest", a step, a folder), beside the exported draft if there is one."""
-    trainer = run.trainer()
-    before, state = states_around(trainer, checkpoint_path(run, name))
-    exported = run.folder / "draft"
-    return _audit_after(run, trainer, before, state, exported if (exported / "manifest.json").exists() else None)
+    """The audit after training of a checkpoint (as `checkpoint_path` names it); beside the draft if that was made of it."""
+    from eyas.audit import audit_after
 
-
-def _audit_after(run: Run, trainer: "Trainer", before: Any, state: Any, exported: Path | None) -> dict[str, Any]:
-    from eyas.audit import audit_after, to_markdown
-
-    found = audit_after(before, state, frozen_by(run), exported, run.target, trainer.draft.config)
-    write_json(run.folder / "audit" / "after.json", found)
-    write_text(run.folder / "audit" / "after.md", to_markdown(found))
-    return found
+    trainer, path, exported = run.trainer(), checkpoint_path(run, name), run.folder / "draft"
+    before, state = states_around(trainer, path)
+    made_of = read_json(exported / "eyas.json")["provenance"]["checkpoint"] if (exported / "eyas.json").exists() else ""
+    beside = exported if made_of == path.name else None
+    return audit_after(before, state, frozen_by(run), beside, run.target, trainer.draft.config)
 
 
 def checkpoint_path(run: Run, name: str | None = None) -> Path:
-    """A checkpoint of the run: the newest, or the one of a step, or a folder."""
+    """A checkpoint of the run: "best" by validation tau, "latest", a step or a folder; else as `export.checkpoint` says."""
     from eyas.train import checkpoint
 
     folder = run.folder / "train" / "checkpoints"
     found = checkpoint.steps(folder)
-    if name not in (None, "latest"):
-        found = [
-            path for path in [*found, Path(str(name))] if name in (path.name, str(path), path.name[-8:].lstrip("0"))
-        ]
+    name = name or run.recipe.export.checkpoint
+    if name == "best":
+        found += [best] if (best := checkpoint.best(folder)) else []
+    elif name != "latest":
+        found = [path for path in found if name in (path.name, str(path), path.name[-8:].lstrip("0"))] or [Path(name)]
     if not found or not (found[-1] / "state.json").exists():
-        raise UsageError(f"{folder}: no checkpoint {name or ''} there. Run `eyas train` first, or name another.")
+        raise UsageError(f"{folder}: no checkpoint {name} there. Run `eyas train` first, or name another.")
     return found[-1]
 
 
@@ -377,13 +435,14 @@ def check(run: Run) -> Figures:
 
 def replay(run: Run) -> Figures:
     from eyas.data.preview import pieces
+    from eyas.decode.replay import replay as replay_chains
     from eyas.decode.replay import tokens_by_state
     from eyas.features.store import Store
 
-    states = Store(run.folder / "store")
+    states = Store(run.store)
     parts = run.parts()
     k = run.recipe.replay.k
-    found, result = replay_draft(
+    found, result = replay_chains(
         run.folder / "draft", run.target, states, k, parts["heldout"], "held-out conversations"
     )
     worst = sorted(
@@ -401,79 +460,6 @@ def replay(run: Run) -> Figures:
     write_json(run.folder / "replay" / "replay.json", result)
     write_json(run.folder / "preview.json", _preview(run, parts["heldout"]))
     return {name: result[name] for name in ("tau", "accept_rate", "speedup", "protocol")}
-
-
-def replay_draft(
-    folder: Path, target: Target, states: Any, k: int, ids: list[str], data: str, engine: str | None = None
-) -> tuple[Any, dict[str, Any]]:
-    """Load a draft from disk, whole or as `engine` would load it, and replay it over documents of a store."""
-    import torch
-
-    from eyas.decode.replay import accept, expected_speedup, protocol
-    from eyas.draft.model import Draft
-    from eyas.serving.contract import ENGINES
-    from eyas.serving.export import load_draft
-    from eyas.serving.load import load_as
-
-    config, state, *notes = load_as(folder, target, engine) if engine else load_draft(folder, target)
-    loaded_as = f"as {ENGINES[engine].title}" if engine else "own"
-    layers, stored = list(config.aux_layers), states.meta["layers"]
-    if missing := [layer for layer in layers if layer not in stored]:
-        who = f"{ENGINES[engine].title} gives it layers" if engine else "reads layers"
-        raise UsageError(
-            f"{folder}: {who} {layers}, the store holds {stored} and lacks {missing}. Extract a store with those layers."
-        )
-    columns = [stored.index(layer) for layer in layers]
-
-    def read(name: str) -> Any:
-        sample = states.read(name)
-        return sample if layers == stored else replace(sample, aux=sample.aux[:, columns])
-
-    network = Draft(config)
-    network.load_state_dict(state)
-    dtype = torch.bfloat16
-    ids_of_draft = torch.arange(config.draft_vocab_size)
-    table = torch.full((config.vocab_size,), -1, dtype=torch.int64)
-    reached = network.target_ids(ids_of_draft)
-    known = (reached >= 0) & (reached < config.vocab_size)  # an engine may read a map that leads out of the vocabulary
-    table[reached[known]] = ids_of_draft[known]
-    found = accept(network, (read(name) for name in ids), k, table, dtype)
-    low, high = found.interval()
-    step = sum(p.numel() for name, p in network.named_parameters() if not name.startswith(("embed_tokens", "fc")))
-    share = step / target_parameters(target)
-    result = {
-        "tau": found.tau,
-        "accept_rate": found.accepted / max(found.rounds * k, 1),
-        "per_position": found.per_position,
-        "protocol": protocol(found, k, loaded_as, data),
-        "notes": notes[0] if notes else [],
-        "speedup": expected_speedup(found.tau, k, share),
-        "speedup_note": f"expected, from parameters read: a draft step is {share:.1%} of a target step, verification one step",
-        "lossless": None,
-        "interval": [low, high],
-        "rounds": found.rounds,
-        "by_category": {
-            name: dict(zip(("low", "high"), part.interval(), strict=True))
-            | {"tau": part.tau, "rounds": part.rounds, "tokens": part.tokens}
-            for name, part in found.by_category().items()
-        },
-    }
-    return found, result
-
-
-def target_parameters(target: Target) -> int:
-    """Parameters that one decoding step of a dense target reads (a tied head counts once)."""
-    from eyas.target import read_header
-
-    total = 0
-    for name, file in target.tensor_files.items():
-        shape = read_header(target.path / file)[name]["shape"]
-        count = 1
-        for size in shape:
-            count *= size
-        if target.tied or name != target.tensor_name("embedding"):
-            total += count
-    return total
 
 
 def _preview(run: Run, ids: list[str]) -> list[dict[str, Any]]:
@@ -494,9 +480,10 @@ def _preview(run: Run, ids: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _last_validation(log: Path) -> dict[str, Any]:
+def _validation(log: Path, step: int) -> dict[str, Any]:
+    """The last validation up to this step."""
     lines = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
-    return [line["validation"] for line in lines if "validation" in line][-1]
+    return [line["validation"] for line in lines if "validation" in line and line["step"] <= step][-1]
 
 
 # The order.
@@ -513,8 +500,8 @@ class Stage:
 STAGES = [
     Stage("conversations", conversations, ("conversations",), ()),
     Stage("answers", answers, ("generate",), ("conversations",)),
-    Stage("store", store, ("extract",), ("answers",)),
     Stage("vocab", vocab, ("vocab",), ("conversations", "answers")),
+    Stage("store", store, ("extract",), ("answers",)),
     Stage("audit", audit, ("draft", "train"), ("store", "vocab")),
     Stage("train", train, ("draft", "train"), ("store", "vocab", "audit")),
     Stage("draft", draft, ("export",), ("train",)),
@@ -555,6 +542,8 @@ def inputs_of(run: Run, stage: Stage) -> dict[str, str]:
             inputs["recipe.generate.answers"] = fingerprint("keep")
     if stage.name in ("answers", "store"):
         inputs["dtype"] = fingerprint(run.recipe.dtype)
+    if stage.name == "store" and run.recipe.train.online:
+        inputs["recipe.train.online"] = fingerprint(True)
     return inputs
 
 
@@ -622,6 +611,10 @@ def redo(run: Run, name: str) -> None:
         if stage.name in gone or gone & set(stage.upstream):
             gone.add(stage.name)
             shutil.rmtree(run.folder / stage.name, ignore_errors=True)
+    if "store" in gone and run.recipe.extract.store:
+        from eyas.features.store import Place
+
+        Place(run.store).clear()
 
 
 def run_all(run: Run, until: str | None = None, say: Callable[[str], None] = lambda _: None) -> Path | None:
@@ -639,6 +632,8 @@ def run_all(run: Run, until: str | None = None, say: Callable[[str], None] = lam
     for stage in STAGES:
         fresh = perform(run, stage)
         say(f"{stage.name}: {'done' if fresh else 'stands'}")
+        for row in run.done[stage.name].figures.get("mix", []) if fresh else []:
+            say("  " + ", ".join(f"{key} {value}" for key, value in row.items()))
         if stage.name == last:
             return None
     return finish(run)

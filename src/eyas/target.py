@@ -6,6 +6,7 @@ target is loaded. Layers are always physical outputs: `out(v)` is the residual s
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from eyas.errors import EyasError, UsageError
+from eyas.errors import EyasError, UsageError, first_line
 from eyas.files import fingerprint, inside, read_json
 
 if TYPE_CHECKING:
@@ -25,14 +26,13 @@ TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
 EMBEDDING_SUFFIXES = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "tok_embeddings.weight")
 NORM_SUFFIXES = ("model.norm.weight", "language_model.norm.weight", "final_layernorm.weight", "ln_f.weight")
 HEAD_SUFFIXES = ("lm_head.weight", "output_layer.weight")
+ELSEWHERE = ("visual", "vision", "audio", "mtp")  # in names of tensors that a decoding step does not read
+LOADING = (ValueError, OSError, KeyError, ImportError)  # what Transformers raises for a folder that it cannot use
 
 
 def default_aux_layers(num_layers: int) -> list[int]:
-    """The EAGLE-3 default, as physical outputs: out(1), out(n//2 - 1), out(n-4)."""
-    layers = [1, num_layers // 2 - 1, num_layers - 4]
-    if num_layers < 6 or sorted(set(layers)) != layers:
-        return sorted({max(0, layer) for layer in layers})
-    return layers
+    """The EAGLE-3 default, as physical outputs: out(1), out(n//2 - 1), out(n-4); fewer where some coincide."""
+    return sorted({max(0, layer) for layer in (1, num_layers // 2 - 1, num_layers - 4)})
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,7 @@ class Target:
         for name in names:
             if self.text.get(name) is not None:
                 return int(self.text[name])
-        raise UsageError(
-            f"{self.path / 'config.json'}: no {names[0]!r}. Expected the config of a causal language model."
-        )
+        raise UsageError(f"{self.path}/config.json: no {names[0]!r}. Expected the config of a causal language model.")
 
     @property
     def num_layers(self) -> int:
@@ -98,20 +96,15 @@ class Target:
 
     @property
     def tied(self) -> bool:
-        default = self.text.get("tie_word_embeddings", self.config.get("tie_word_embeddings"))
-        if default is None:  # Transformers' own default, which Gemma relies on
-            return self.model_type.startswith(("gemma", "cohere"))
-        return bool(default)
+        own = self.text.get("tie_word_embeddings", self.config.get("tie_word_embeddings"))
+        # Transformers' own default, which Gemma relies on
+        return self.model_type.startswith(("gemma", "cohere")) if own is None else bool(own)
 
     @property
     def logit_rule(self) -> LogitRule:
-        scale = 1.0
-        if self.text.get("logits_scaling"):  # Granite divides
+        scale = float(self.text.get("logit_scale") or (0.0625 if "cohere" in self.model_type else 1.0))
+        if self.text.get("logits_scaling"):  # Granite divides, Cohere multiplies
             scale = 1.0 / float(self.text["logits_scaling"])
-        elif self.text.get("logit_scale"):  # Cohere multiplies
-            scale = float(self.text["logit_scale"])
-        elif "cohere" in self.model_type:
-            scale = 0.0625
         softcap = self.text.get("final_logit_softcapping")
         return LogitRule(scale, float(softcap) if softcap else None)
 
@@ -140,12 +133,8 @@ class Target:
     def tensor_name(self, part: str) -> str | None:
         """The name on disk of "embedding", "norm" or "head"; a tied head is the embedding. None when there is none."""
         suffixes = {"embedding": EMBEDDING_SUFFIXES, "norm": NORM_SUFFIXES, "head": HEAD_SUFFIXES}[part]
-        names = [
-            name
-            for name in self.tensor_files
-            if name.endswith(suffixes)
-            and not any(word in name for word in ("visual", "vision", "audio", "mtp", ".layers."))
-        ]
+        not_in = (*ELSEWHERE, ".layers.")
+        names = [n for n in self.tensor_files if n.endswith(suffixes) and not any(word in n for word in not_in)]
         if names:
             return min(names, key=len)
         return self.tensor_name("embedding") if part == "head" else None
@@ -157,6 +146,17 @@ class Target:
         file = inside(self.path, self.tensor_files[name])
         with safe_open(str(file), framework="pt") as handle:
             return handle.get_tensor(name)
+
+    @property
+    def step_parameters(self) -> int:
+        """Parameters that one decoding step of a dense target reads (a tied head counts once)."""
+        unread = {"__metadata__"} if self.tied else {"__metadata__", self.tensor_name("embedding")}
+        return sum(
+            math.prod(entry["shape"])
+            for file in sorted(set(self.tensor_files.values()))
+            for name, entry in read_header(self.path / file).items()
+            if name not in unread and not any(word in name for word in ELSEWHERE)
+        )
 
     # fingerprints
 
@@ -177,15 +177,9 @@ class Target:
             for name in ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt")
             if (self.path / name).exists()
         ]
-        config = {
-            key: value for key, value in self.config.items() if key not in ("transformers_version", "_name_or_path")
-        }
-        return {
-            "config": fingerprint(config),
-            "weights": fingerprint(weights),
-            "tokenizer": fingerprint(tokenizer),
-            "chat_template": fingerprint(self.chat_template),
-        }
+        config = {key: v for key, v in self.config.items() if key not in ("transformers_version", "_name_or_path")}
+        parts = {"config": config, "weights": weights, "tokenizer": tokenizer, "chat_template": self.chat_template}
+        return {name: fingerprint(value) for name, value in parts.items()}
 
     @property
     def fingerprint(self) -> str:
@@ -243,8 +237,7 @@ def _from_hub(name: str) -> Path:
         patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"{name}: neither a folder here nor reachable on the hub ({reason}).") from None
+        raise UsageError(f"{name}: neither a folder here nor reachable on the hub ({first_line(error)}).") from None
 
 
 class LoadedTarget:
@@ -297,14 +290,8 @@ class LoadedTarget:
 
 
 def _find_body(model: Any, num_layers: int) -> Any:
-    for _, module in model.named_modules():
-        layers = getattr(module, "layers", None)
-        if (
-            hasattr(module, "embed_tokens")
-            and hasattr(module, "norm")
-            and layers is not None
-            and len(layers) == num_layers
-        ):
+    for module in model.modules():
+        if all(hasattr(module, n) for n in ("embed_tokens", "norm", "layers")) and len(module.layers) == num_layers:
             return module
     raise EyasError(
         f"{type(model).__name__}: no decoder stack with embed_tokens, {num_layers} layers and norm was found in it. "
@@ -321,22 +308,18 @@ def load_target(
 
     transformers.logging.disable_progress_bar()
     target = name if isinstance(name, Target) else read_target(name)
-    wrapped = target.text is not target.config
     loaders: list[Any] = [transformers.AutoModelForCausalLM]
-    if wrapped:
+    if target.text is not target.config:  # a wrapper of several kinds of model
         loaders.append(transformers.AutoModelForImageTextToText)
     model, failure = None, ""
     for loader in loaders:
         try:
-            model = loader.from_pretrained(
-                target.path,
-                dtype="auto" if dtype == "auto" else getattr(torch, dtype),
-                trust_remote_code=trust_remote_code,
-                local_files_only=True,
-            )
+            kind = dtype if dtype == "auto" else getattr(torch, dtype)
+            options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+            model = loader.from_pretrained(target.path, dtype=kind, **options)
             break
-        except (ValueError, OSError, KeyError, ImportError) as error:
-            failure = str(error).splitlines()[0] if str(error) else type(error).__name__
+        except LOADING as error:
+            failure = first_line(error)
     if model is None:
         raise UsageError(f"{target.path}: Transformers cannot load this target ({failure}).")
     model.eval().requires_grad_(False)
@@ -352,6 +335,5 @@ def load_tokenizer(target: Target, trust_remote_code: bool = False) -> "PreTrain
         return transformers.AutoTokenizer.from_pretrained(
             target.path, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"{target.path}: no tokenizer could be loaded ({reason}).") from None
+    except LOADING as error:
+        raise UsageError(f"{target.path}: no tokenizer could be loaded ({first_line(error)}).") from None

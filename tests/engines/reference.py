@@ -60,12 +60,11 @@ def target_states(model, tokens: Tensor, layers: list[int]) -> tuple[Tensor, Ten
     return torch.cat([out.hidden_states[layer + 1][0] for layer in layers], -1), out.logits[0]
 
 
-def speculate(
-    model, s: dict[str, Tensor], c: dict, prompt: list[int], new: int, k: int, short_end: bool = True
-) -> dict:
+def speculate(model, s: dict[str, Tensor], c: dict, prompt: list[int], new: int, k: int, last: str = "short") -> dict:
     """Greedy speculative decoding of `new` tokens with chains of k.
 
-    short_end: the last round drafts only what is left minus one (llama.cpp); else always k (vLLM).
+    last: at the end "short" drafts what is left minus one (llama.cpp), "whole" k as ever (vLLM, SGLang), and "left out"
+    is short and does not count the last round (OpenVINO GenAI).
 
     {"tokens": the new ids, "drafted": int, "accepted": int, "per_position": [rounds that kept the first i+1]}
     """
@@ -76,7 +75,7 @@ def speculate(
     drafted = accepted = 0
     per_position = [0] * k
     while len(tokens) - len(prompt) < new:
-        want = min(k, new - (len(tokens) - len(prompt)) - 1) if short_end else k
+        want = min(k, new - (len(tokens) - len(prompt)) - 1) if last != "whole" else k
         aux, _ = target_states(model, torch.tensor(tokens[:-1]), layers)
         hidden, chain = features(s, c, aux), []
         for _ in range(want):
@@ -91,6 +90,8 @@ def speculate(
         while right < len(chain) and chain[right] == truth[right]:
             right += 1
         tokens += [*chain[:right], truth[right]]
+        if last == "left out" and len(tokens) - len(prompt) >= new:
+            break
         drafted, accepted = drafted + len(chain), accepted + right
         per_position = [n + (i < right) for i, n in enumerate(per_position)]
     return {

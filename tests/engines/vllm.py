@@ -15,11 +15,17 @@ torch.set_num_threads(1)  # a fork after threads have started would hang
 import vllm
 from vllm import LLM, SamplingParams
 
+def say(case, result):
+    with open(case["log"] + ".json", "w") as file:
+        json.dump(result, file)
+
 def run(case):
+    say(case, {"error": "the engine's process died", "stage": "load"})
     speculative = {"method": "eagle3", "model": case["draft"], "num_speculative_tokens": case["k"]} if case["draft"] else None
     llm = LLM(model=case["target"], dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8,
               disable_log_stats=False, seed=0, speculative_config=speculative)
     case["stage"] = "late"
+    say(case, {"error": "the engine's process died", "stage": "late"})
     answers, names = [], ("drafts", "draft_tokens", "accepted_tokens")
     before, positions = [0, 0, 0], [0] * case["k"]
     for prompt in case["prompts"]:
@@ -44,8 +50,7 @@ for line in sys.stdin:
             result = run(case)
         except BaseException as error:
             result = {"error": f"{type(error).__name__}: {error}".splitlines()[0], "stage": case.get("stage", "load")}
-        with open(case["log"] + ".json", "w") as file:
-            json.dump(result, file)
+        say(case, result)
         os._exit(0)
     os.waitpid(child, 0)
     print(case["log"] + ".json", file=reply, flush=True)
@@ -73,12 +78,11 @@ class Vllm:
         assert self.process.stdin is not None and self.process.stdout is not None
         case = {
             "target": str(target),
-            "draft": str(draft) if draft else None,
+            "draft": str(draft or ""),
             "prompts": prompts,
             "new": new,
             "k": k,
             "log": str(log),
         }
         print(json.dumps(case), file=self.process.stdin, flush=True)
-        file = Path(self.process.stdout.readline().strip())
-        return json.loads(file.read_text()) if file.is_file() else {"error": "the engine's process died"}
+        return json.loads(Path(self.process.stdout.readline().strip()).read_text())

@@ -7,16 +7,21 @@ saved, as a stream. Row forms: `messages` (OpenAI), `conversations` (ShareGPT), 
 
 import bz2
 import codecs
+import ctypes
 import gzip
 import heapq
 import json
 import lzma
+import os
 import re
+import signal
+import unicodedata
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -40,7 +45,10 @@ OTHER_KEYS = ("id", "category", "system", "system_prompt", "input", "tools", "im
 ANSWERS = ("output", "response", "completion", "answer")
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 EXAMPLES = 3  # of each reason kept in a report
+to_json = json.JSONEncoder(ensure_ascii=False).encode
 SEPARATORS = re.compile(r"[\s,]*")
+MANY = 4096  # rows from which on forking workers is worth its while
+_work: Callable[[list[Any]], list[Any]] | None = None  # what a forked worker does
 PROBE = 10  # a file whose first lines are all broken is not what its name says
 
 
@@ -62,6 +70,7 @@ class Report:
     examples: dict[str, list[str]] = field(default_factory=dict)
     forms: Counter[str] = field(default_factory=Counter)
     categories: Counter[str] = field(default_factory=Counter)
+    scripts: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
 
     def drop(self, kind: str, where: str, detail: str = "") -> None:
@@ -276,8 +285,10 @@ def parse_row(value: Any, answers: bool = False) -> Row:
         row["messages"] = messages
         if value.get("tools"):
             row["tools"] = value["tools"]
-    try:
-        content = json.dumps([row.get("messages") or [system, row["turns"]]], ensure_ascii=False).encode()
+    plain = row["id"] not in (None, "") and not value.get("tools") and all(len(message) == 2 for message in messages)
+    try:  # what cannot be written must not get further
+        whole = row.get("messages") or [system, row["turns"]]
+        content = ("".join(m["content"] for m in messages) if plain else to_json([whole])).encode()
     except UnicodeEncodeError:
         raise Malformed("not valid Unicode", "half of a surrogate pair") from None
     if isinstance(row["id"], bool) or not isinstance(row["id"], (str, int, type(None))):
@@ -381,23 +392,11 @@ class Seen:
         return True
 
 
-@dataclass(frozen=True)
-class Source:
-    """A file or folder, the category of rows that name none, and the share of its rows to keep (by hash of the id)."""
-
-    path: str | Path
-    category: str = ""
-    weight: float = 1.0
-
-    def size(self) -> int:
-        path = Path(self.path)
-        return sum(f.stat().st_size for f in ([path] if path.is_file() else path.rglob("*")) if f.is_file())
-
-
 def prepare_conversations(
-    sources: Sequence[str | Path | Source],
+    sources: Sequence[str | Path],
     out: str | Path,
     *,
+    weights: dict[str, float] | None = None,
     answers: bool = False,
     policy: Policy = "skip",
     limit: int | None = None,
@@ -407,17 +406,17 @@ def prepare_conversations(
 ) -> Report:
     """Write the usable conversations of all sources into the file `out`, one JSON object a line.
 
-    Duplicates (the same text but for case and white space) are dropped. `limit` keeps a random choice over all
-    sources, drawn by id and seed. With a template, conversations are dropped whose first prompt it refuses or that is
+    Duplicates (the same text but for case and white space) are dropped. `weights` name categories, or sources, and the
+    share of their rows to keep (a category's counts before its source's); `limit` keeps a random choice over all
+    sources; both draw by id and seed. With a template, conversations are dropped whose first prompt it refuses or that is
     longer than `max_tokens`. With policy "stop" the first malformed row raises UsageError; with "skip" it is counted.
     A run that keeps nothing raises UsageError.
     """
-    known = [source if isinstance(source, Source) else Source(source) for source in sources]
-    for source in known:
-        if not 0 < source.weight <= 1:
-            raise UsageError(f"{source.path}: weight {source.weight}, expected a share above 0 and up to 1.")
+    weights = weights or {}
+    if wrong := [name for name, weight in weights.items() if not 0 <= weight <= 1]:
+        raise UsageError(f"weights: {wrong[0]!r} is {weights[wrong[0]]}, expected a share from 0 to 1.")
     report = Report()
-    rows = _parsed(known, report, answers, policy, seed)
+    rows = _parsed(sources, weights, report, answers, policy, seed)
     if template is not None:
         rows = _fitting(rows, report, template, max_tokens, policy)
     if limit is not None:
@@ -426,22 +425,23 @@ def prepare_conversations(
         for _, row in rows:
             report.forms[row.pop("form")] += 1
             report.categories[row["category"]] += 1
+            report.scripts[script(row["turns"][0])] += 1
             report.kept += 1
-            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            file.write(to_json(row).encode() + b"\n")
         if not report.kept:
-            names = ", ".join(str(source.path) for source in known)
-            raise UsageError(f"{names}: no usable conversation. {report}")
+            raise UsageError(f"{', '.join(map(str, sources))}: no usable conversation. {report}")
     return report
 
 
 def _parsed(
-    sources: Sequence[Source], report: Report, answers: bool, policy: Policy, seed: int
+    sources: Sequence[str | Path], weights: dict[str, float], report: Report, answers: bool, policy: Policy, seed: int
 ) -> Iterator[tuple[str, Row]]:
-    texts, ids = Seen(), Seen()
-    with progress("conversations", sum(source.size() for source in sources), "B") as advance:
-        for source in sources:
+    texts, ids, unmet = Seen(), Seen(), set(weights) - set(map(str, sources))
+    sizes = [_size(Path(source)) for source in sources]
+    with progress("conversations", sum(sizes), "B") as advance:
+        for source, size in zip(sources, sizes, strict=True):
             before = 0.0
-            for where, value, consumed in read_rows(source.path):
+            for where, value, consumed in read_rows(source):
                 report.read += 1
                 if consumed > before and report.read % 256 == 0:
                     advance(consumed - before)
@@ -453,16 +453,31 @@ def _parsed(
                 except Malformed as error:
                     _refuse(report, policy, where, error.kind, str(error))
                     continue
+                unmet.discard(row["category"])
                 if not texts.add(normalised(row)):
                     report.drop("duplicate", where)
                 elif not ids.add(row["id"]):
                     report.drop("id used twice", where, f"the id {row['id']!r} stands for another conversation already")
-                elif source.weight < 1 and draw(row["id"], seed) >= source.weight:
+                elif draw(row["id"], seed) >= weights.get(row["category"], weights.get(str(source), 1)):
                     report.drop("left out by weight", where)
                 else:
-                    row["category"] = row["category"] or source.category
                     yield where, row
-            advance(max(source.size() - before, 0))
+            advance(max(size - before, 0))
+    if unmet:
+        raise UsageError(f"weights: {min(unmet)!r} is neither a category of these rows nor one of the paths.")
+
+
+def _size(path: Path) -> int:
+    return sum(f.stat().st_size for f in ([path] if path.is_file() else path.rglob("*")) if f.is_file())
+
+
+def script(text: str) -> str:
+    """The writing that most letters at the beginning of a text belong to: LATIN, CJK, CYRILLIC, ..."""
+    beginning = text[:60]
+    if beginning.isascii():
+        return "LATIN"
+    names = Counter(unicodedata.name(letter, "unknown").split()[0] for letter in beginning if letter.isalpha())
+    return max(names, key=names.__getitem__, default="none")
 
 
 def normalised(row: Row) -> str:
@@ -485,16 +500,34 @@ def draw(text: str, seed: int) -> float:
 def batched(
     rows: Iterable[Any], work: Callable[[list[Any]], list[Any]], size: int = 256
 ) -> Iterator[tuple[list[Any], list[Any]]]:
-    """(rows, work(rows)) of each batch in order. Two batches are in work at a time: tokenisers leave Python free."""
-    iterator, waiting = iter(rows), deque[tuple[list[Any], Future]]()
-    with ThreadPoolExecutor(2) as pool:
-        while part := list(islice(iterator, size)):
-            waiting.append((part, pool.submit(work, part)))
-            if len(waiting) > 2:
+    """(rows, work(rows)) of each batch in order; many rows are worked on by a process a core, forked from this one."""
+    global _work
+    iterator, waiting, _work = iter(rows), deque[tuple[list[Any], Future]](), work
+    head, cores = list(islice(iterator, MANY)), os.cpu_count() or 1
+    everything = chain(head, iterator)
+    batches = iter(lambda: list(islice(everything, size)), [])
+    if len(head) < MANY or cores == 1:
+        yield from ((part, work(part)) for part in batches)
+        return
+    with ProcessPoolExecutor(cores, get_context("fork"), _begin) as pool:
+        for part in batches:
+            waiting.append((part, pool.submit(_do, part)))
+            if len(waiting) > 2 * cores:
                 part, future = waiting.popleft()
                 yield part, future.result()
-        for part, future in waiting:
-            yield part, future.result()
+        yield from ((part, future.result()) for part, future in waiting)
+
+
+def _begin() -> None:
+    """In a forked worker: one core's worth, and no life after the parent's death."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _do(part: list[Any]) -> list[Any]:
+    assert _work is not None
+    return _work(part)
 
 
 def first_prompt(row: Row) -> list[dict[str, str]]:

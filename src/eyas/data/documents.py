@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from eyas.data.conversations import Policy, Report, Row, _refuse, batched
+from eyas.data.conversations import Policy, Report, Row, _refuse, batched, to_json
 from eyas.data.template import ChatTemplate, Masked
 from eyas.errors import EyasError, UsageError
 from eyas.files import atomic_file
@@ -61,7 +61,7 @@ def import_documents(
             tokens += len(document["tokens"])
             supervised += sum(end - start for start, end in document["spans"])
             example = example or template.decode(document["tokens"])
-            file.write(json.dumps(document, ensure_ascii=False).encode() + b"\n")
+            file.write(to_json(document).encode() + b"\n")
         share = supervised / max(tokens, 1)
         if not report.kept or not SANE[0] <= share <= SANE[1]:
             raise EyasError(

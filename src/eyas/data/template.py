@@ -87,13 +87,32 @@ class ChatTemplate:
 
     def _render(self, batch: Sequence[Messages], generation_prompt: bool, tools: list[dict] | None = None) -> list[str]:
         options: dict[str, Any] = {"tools": tools} | self.options
-        try:
-            texts: Any = self.tokenizer.apply_chat_template(
-                list(batch), tokenize=False, add_generation_prompt=generation_prompt, **options
+
+        def render(chats: Any) -> Any:
+            return self.tokenizer.apply_chat_template(
+                chats, tokenize=False, add_generation_prompt=generation_prompt, **options
             )
-            return texts
+
+        try:
+            if len(batch) > 1 and self._compiled is not None and all(len(m) == 2 for talk in batch for m in talk):
+                given = dict(self.tokenizer.special_tokens_map) | {"documents": None} | options
+                given["add_generation_prompt"] = generation_prompt
+                texts = [self._compiled.render(messages=messages, **given) for messages in batch]
+                if texts[0] == render(batch[0]):
+                    return texts
+            return render(list(batch))
         except (jinja2.TemplateError, *RENDER_FAILURES) as error:
             raise TemplateRefusal(f"the chat template refuses this conversation ({error}).") from None
+
+    @cached_property
+    def _compiled(self) -> "jinja2.Template | None":
+        """The template as Transformers compiles it. It does more, which messages of role and content alone do not need."""
+        try:
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+
+            return _compile_jinja_template(self.text)
+        except (ImportError, jinja2.TemplateError):
+            return None
 
     def encode(self, text: str) -> list[int]:
         """Ids of rendered text; the template wrote the special tokens already, so none are added."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,31 +11,11 @@ from eyas.data.prompts import Prompts
 from eyas.data.slots import _packed_linears
 from eyas.data.template import ChatTemplate
 from eyas.decode.chain import Answer, Chain, Decoder, check_target
-from eyas.decode.replay import Acceptance, Conversation
+from eyas.decode.replay import Acceptance, Conversation, figures, loaded_as, protocol
 from eyas.decode.tree import Tree
 from eyas.draft.model import Draft
-from eyas.errors import UsageError
 from eyas.progress import progress
-from eyas.target import LoadedTarget, Target
-
-
-def read_draft(folder: str | Path, target: Target) -> Draft:
-    """A draft from disk, in whatever layout. Raises UsageError when it is none, or not one of this target."""
-    from eyas.serving.export import load_draft
-
-    if not Path(folder, "config.json").is_file():
-        raise UsageError(f"{folder}: no draft. Expected a folder with config.json and model.safetensors.")
-    config, state = load_draft(folder, target)
-    ours = {"hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
-    for name, size in ours.items():
-        if getattr(target, name) != size:
-            raise UsageError(
-                f"{folder}: made for a target of {name} {size}, {target.path} has {getattr(target, name)}. "
-                "Name the draft's own target."
-            )
-    draft = Draft(config)
-    draft.load_state_dict(state)
-    return draft.requires_grad_(False)
+from eyas.target import LoadedTarget
 
 
 @dataclass
@@ -137,6 +116,7 @@ def decode(
     temperature: float = 0.0,
     max_new_tokens: int = 256,
     seed: int = 0,
+    engine: str | None = None,
 ) -> dict[str, Any]:
     """`eyas decode`: the figures of its JSON contract, with the cost of a round and where its time goes."""
     template = ChatTemplate(target.tokenizer)  # type: ignore[arg-type]
@@ -157,35 +137,20 @@ def decode(
     spent = {name: sum(getattr(a, name) for a in quick) for name in ("draft", "verify")}
     loop = max(sum(a.seconds - a.prefill for a in quick), 1e-9)
     differences = [] if temperature else [d for pair in pairs if (d := difference(pair, target))]
-    low, high = found.interval()
     data = prompts.data if not prompts.trained else f"{prompts.data}, {len(prompts.trained)} of them trained on"
     steps = max(sum(len(a.tokens) - 1 for a in slow), 1)
-    return {
-        "tau": found.tau,
+    shape = propose.k if isinstance(propose, Chain) else propose
+    dtype = str(target.dtype).removeprefix("torch.")
+    return figures(found) | {
         "accept_rate": found.accepted / max(drafted, 1),
-        "per_position": found.per_position,
-        "protocol": {
-            "shape": "chain" if isinstance(propose, Chain) else "tree",
-            "k": depth,
-            "temperature": temperature,
-            "loaded_as": "own",
-            "prompts": len(pairs),
-            "tokens": found.tokens,
-            "data": data,
-            "dtype": str(target.dtype).removeprefix("torch."),
-        }
-        | ({"tree": vars(propose)} if isinstance(propose, Tree) else {}),
+        "protocol": protocol(found, shape, loaded_as(engine), data) | {"temperature": temperature, "dtype": dtype},
         "speedup": speed["speculative"] / speed["plain"],
         "lossless": None if temperature else not differences,
-        "interval": [low, high],
-        "rounds": found.rounds,
         "drafted": drafted,
-        "accepted": found.accepted,
         "tokens_per_s": speed,
         "share": {name: value / loop for name, value in spent.items()}
         | {"bookkeeping": 1 - sum(spent.values()) / loop},
         "round_ms": {name: 1e3 * value / rounds for name, value in spent.items()}
         | {"plain_token": 1e3 * sum(a.seconds - a.prefill for a in slow) / steps},
         "differences": differences,
-        "by_category": {name: part.tau for name, part in found.by_category().items()},
     }

@@ -20,7 +20,7 @@ import torch
 from eyas.data.slots import _packed_linears
 from eyas.data.split import load_split
 from eyas.decode.chain import Decoder, Drafter
-from eyas.decode.replay import BATCH, walk, with_stored_tokens
+from eyas.decode.replay import BATCH, draft_ids, walk, with_stored_tokens
 from eyas.draft.batch import chain_depth, pack
 from eyas.draft.loss import CHUNK
 from eyas.draft.model import Draft
@@ -324,7 +324,4 @@ def ranks_in(store: Store, draft: Draft, k: int, ids: list[str]) -> list[Ranks]:
             f"{store.place.path}: holds layers {store.meta['layers']}, the draft reads {list(config.aux_layers)}. "
             "Extract a store with the draft's layers."
         )
-    table = torch.full((config.vocab_size,), -1, dtype=torch.int64)
-    own = torch.arange(config.draft_vocab_size)
-    table[draft.target_ids(own)] = own
-    return ranks(draft, (store.read(name) for name in ids), k, max(TOPKS), table, torch.bfloat16)
+    return ranks(draft, map(store.read, ids), k, max(TOPKS), draft_ids(draft), torch.bfloat16)

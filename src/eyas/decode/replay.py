@@ -9,15 +9,21 @@ engine's walk is a jump from row to row.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from eyas.draft.batch import Batch, chain_depth, pack
+from eyas.draft.batch import Batch, as_floats, chain_depth, pack
 from eyas.draft.model import Draft
-from eyas.features.store import Sample, teacher_positions
-from eyas.target import LogitRule
+from eyas.errors import UsageError
+from eyas.features.store import Sample, Store, teacher_positions
+from eyas.serving.contract import ENGINES
+from eyas.target import LogitRule, Target
+
+if TYPE_CHECKING:
+    from eyas.decode.tree import Tree
 
 BATCH = 16  # documents replayed at once
 
@@ -98,21 +104,63 @@ def walk(depth: np.ndarray, kept: np.ndarray) -> tuple[list[int], list[int]]:
     return starts, accepted
 
 
+def draft_ids(draft: Draft) -> torch.Tensor:
+    """int64 [V]: target id -> draft id, -1 outside the draft vocabulary."""
+    ids = torch.arange(draft.config.draft_vocab_size)
+    table = torch.full((draft.config.vocab_size,), -1, dtype=torch.int64)
+    reached = draft.target_ids(ids)
+    known = (reached >= 0) & (reached < len(table))  # an engine may read a map that leads out of the vocabulary
+    table[reached[known]] = ids[known]
+    return table
+
+
 def accept(draft: Draft, samples: Iterable[Sample], k: int, to_draft: torch.Tensor, dtype: torch.dtype) -> Acceptance:
     """Replay chains of `k` over samples. to_draft int64 [V]: target id -> draft id, -1 outside (a miss)."""
     conversations: list[Conversation] = []
     with torch.no_grad():
         for group in _groups(samples, BATCH):
-            batch = with_stored_tokens(pack(group), group).to("cpu", dtype)
+            batch = with_stored_tokens(pack(group), group).to(to_draft.device, dtype)
             result = draft.unroll(batch, k, None, LogitRule(), to_draft, survivors=True)
             kept = torch.zeros(len(batch.tokens), dtype=torch.int64)
-            kept[result.rows] = result.accepted
+            kept[result.rows.cpu()] = result.accepted.cpu()
             for sample, (first, end) in zip(group, batch.documents, strict=True):
-                starts, accepted = walk(chain_depth(sample.supervised), kept[first:end].numpy())
                 conversations.append(
-                    Conversation(sample.id, sample.category, int(sample.supervised.sum()), starts, accepted)
+                    _conversation(sample, *walk(chain_depth(sample.supervised), kept[first:end].numpy()))
                 )
     return Acceptance(k, conversations)
+
+
+@torch.inference_mode()
+def accept_trees(draft: Draft, samples: Iterable[Sample], tree: "Tree", dtype: torch.dtype) -> Acceptance:
+    """Replay dynamic trees, round by round, with the draft's cache: a tree keeps the path that the stored tokens take."""
+    from eyas.decode.chain import Drafter
+    from eyas.decode.tree import depths
+    from eyas.decode.verify import verify_walk
+
+    conversations: list[Conversation] = []
+    draft = draft.to(dtype)
+    for sample in samples:
+        drafter, row = Drafter(draft, torch.device("cpu"), dtype), 0
+        tokens, aux = torch.from_numpy(sample.tokens).long(), as_floats(sample.aux).flatten(1).to(dtype)
+        room, starts, accepted = chain_depth(sample.supervised), [], []
+        while row < len(room):
+            if not room[row]:
+                row += 1
+                continue
+            read = len(drafter)
+            output = drafter.extend(tokens[read + 1 : row + 2], aux[read : row + 1])
+            guess = tree(drafter, output, int(tokens[row + 1]))
+            truth = tokens[row + 2 : row + 2 + int(room[row])].tolist() + [-1] * (tree.depth + 1)
+            path, _ = verify_walk(guess.tokens, guess.parents, [truth[depth] for depth in depths(guess.parents)])
+            starts.append(row)
+            accepted.append(len(path) - 1)
+            row += len(path)
+        conversations.append(_conversation(sample, starts, accepted))
+    return Acceptance(tree.depth, conversations)
+
+
+def _conversation(sample: Sample, starts: list[int], accepted: list[int]) -> Conversation:
+    return Conversation(sample.id, sample.category, int(sample.supervised.sum()), starts, accepted)
 
 
 def _groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
@@ -121,17 +169,99 @@ def _groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
         yield group
 
 
-def protocol(found: Acceptance, k: int, loaded_as: str, data: str) -> dict[str, Any]:
+def read_draft(folder: str | Path, target: Target, engine: str | None = None) -> tuple[Draft, list[str]]:
+    """A draft from disk in whatever layout, whole or as `engine` loads it, and what that engine loses.
+
+    Raises UsageError when it is none, or not one of this target.
+    """
+    from eyas.serving.export import load_draft
+    from eyas.serving.load import load_as
+
+    if not Path(folder, "config.json").is_file():
+        raise UsageError(f"{folder}: no draft. Expected a folder with config.json and model.safetensors.")
+    config, state, *notes = load_as(folder, target, engine) if engine else load_draft(folder, target)
+    ours = {"hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
+    for name, size in ours.items():
+        if getattr(target, name) != size:
+            raise UsageError(
+                f"{folder}: made for a target of {name} {size}, {target.path} has {getattr(target, name)}. "
+                "Name the draft's own target."
+            )
+    draft = Draft(config)
+    draft.load_state_dict(state)
+    return draft.requires_grad_(False), notes[0] if notes else []
+
+
+def loaded_as(engine: str | None) -> str:
+    return f"as {ENGINES[engine].title}" if engine else "own"
+
+
+def replay(
+    folder: str | Path,
+    target: Target,
+    store: Store,
+    shape: "int | Tree",
+    ids: list[str],
+    data: str,
+    engine: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Acceptance, dict[str, Any]]:
+    """Load a draft from disk, whole or as `engine` loads it, and replay chains of `shape` tokens, or trees, over
+    documents of a store. `data` says in words what they are. Returns the walk and the figures of the JSON contract.
+    """
+    draft, notes = read_draft(folder, target, engine)
+    layers, stored = list(draft.config.aux_layers), store.meta["layers"]
+    if missing := [layer for layer in layers if layer not in stored]:
+        who = f"{ENGINES[engine].title} gives it layers" if engine else "reads layers"
+        raise UsageError(
+            f"{folder}: {who} {layers}, the store holds {stored} and lacks {missing}. Extract a store with those layers."
+        )
+    columns = [stored.index(layer) for layer in layers]
+    samples = (s if layers == stored else replace(s, aux=s.aux[:, columns]) for s in map(store.read, ids))
+    if isinstance(shape, int):
+        found = accept(draft, samples, shape, draft_ids(draft), dtype)
+    else:
+        found = accept_trees(draft, samples, shape, dtype)
+    step = sum(p.numel() for name, p in draft.named_parameters() if not name.startswith(("embed_tokens", "fc")))
+    share = step / max(target.step_parameters, 1)
+    result = figures(found) | {
+        "accept_rate": found.accepted / max(found.rounds * found.k, 1),
+        "protocol": protocol(found, shape, loaded_as(engine), data),
+        "notes": notes,
+        "speedup": expected_speedup(found.tau, found.k, share),
+        "speedup_note": f"expected, from parameters read: a draft step is {share:.1%} of a target step, verification one step",
+        "lossless": None,
+    }
+    return found, result
+
+
+def figures(found: Acceptance) -> dict[str, Any]:
+    """What replay and decode report alike."""
+    return {
+        "tau": found.tau,
+        "interval": list(found.interval()),
+        "per_position": found.per_position,
+        "rounds": found.rounds,
+        "accepted": found.accepted,
+        "by_category": {
+            name: dict(zip(("low", "high"), part.interval(), strict=True))
+            | {"tau": part.tau, "rounds": part.rounds, "tokens": part.tokens}
+            for name, part in found.by_category().items()
+        },
+    }
+
+
+def protocol(found: Acceptance, shape: "int | Tree", loaded_as: str, data: str) -> dict[str, Any]:
     """How the figures were made; goes wherever they go."""
     return {
-        "shape": "chain",
-        "k": k,
+        "shape": "chain" if isinstance(shape, int) else "tree",
+        "k": found.k,
         "temperature": 0.0,
         "loaded_as": loaded_as,
         "prompts": len(found.conversations),
         "tokens": found.tokens,
         "data": data,
-    }
+    } | ({} if isinstance(shape, int) else {"tree": vars(shape)})
 
 
 def expected_speedup(tau: float, k: int, draft_share: float) -> float:

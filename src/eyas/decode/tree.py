@@ -34,7 +34,12 @@ class Tree:
         return tree
 
     def __call__(
-        self, drafter: Drafter, output: torch.Tensor, last: int, temperature: float, generator: torch.Generator
+        self,
+        drafter: Drafter,
+        output: torch.Tensor,
+        last: int,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
     ) -> Guess:
         """output [1, D]: of the drafter's newest row. Temperature and generator are not used: branches are fixed."""
         draft, rows, device = drafter.draft, len(drafter), output.device

@@ -143,22 +143,23 @@ class _UnrollAttention(torch.autograd.Function):
             out[b.first : b.last], lse[b.first : b.last] = _forward_block(
                 q[b.first : b.last], k[b.start : b.end], v[b.start : b.end], b, scale
             )
+        weights = None
         if own_k is not None and own_v is not None:
             scores = _own_scores(q, own_k, scale)  # [N, kv, g, s]
             old = lse.unflatten(1, scores.shape[1:3])  # [N, kv, g]
             merged = torch.logaddexp(old, scores.logsumexp(-1))
-            weights = (scores - merged[..., None]).exp()
-            own = torch.einsum("nkgs,nskd->nkgd", weights, own_v.to(weights.dtype))
-            kept = out.unflatten(1, scores.shape[1:3]) * (old - merged).exp()[..., None]
-            out = (kept + own).flatten(1, 2).to(q.dtype)
+            weights = (scores - merged[..., None]).exp_().to(q.dtype)
+            own = torch.einsum("nkgs,nskd->nkgd", weights, own_v)
+            out = out.unflatten(1, scores.shape[1:3]) * (old - merged).exp_()[..., None]  # in at least float32
+            out = out.add_(own).flatten(1, 2).to(q.dtype)
             lse = merged.flatten(1, 2)
-        ctx.save_for_backward(q, k, v, own_k, own_v, out, lse)
+        ctx.save_for_backward(q, k, v, own_k, own_v, out, lse, weights)
         ctx.blocks, ctx.scale = blocks, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        q, k, v, own_k, own_v, out, lse = ctx.saved_tensors
+        q, k, v, own_k, own_v, out, lse, weights = ctx.saved_tensors
         grad = grad.contiguous()
         grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for b in ctx.blocks:
@@ -169,17 +170,14 @@ class _UnrollAttention(torch.autograd.Function):
             grad_v[keys] += dv
         if own_k is None:
             return grad_q, grad_k, grad_v, None, None, None, None
-        scores = _own_scores(q, own_k, ctx.scale)  # [N, kv, g, s]
-        shape = scores.shape[1:3]
-        weights = (scores - lse.unflatten(1, shape)[..., None]).exp()
-        wide = grad.to(weights.dtype).unflatten(1, shape)  # [N, kv, g, d]
-        delta = (wide * out.to(weights.dtype).unflatten(1, shape)).sum(-1, keepdim=True)
-        grad_scores = weights * (torch.einsum("nkgd,nskd->nkgs", wide, own_v.to(weights.dtype)) - delta) * ctx.scale
-        more_q = torch.einsum("nkgs,nskd->nkgd", grad_scores, own_k.to(weights.dtype)).flatten(1, 2)
-        grad_own_k = torch.einsum("nkgs,nkgd->nskd", grad_scores, q.to(weights.dtype).unflatten(1, shape))
-        grad_own_v = torch.einsum("nkgs,nkgd->nskd", weights, wide)
-        grad_q = grad_q + more_q.to(q.dtype)
-        return grad_q, grad_k, grad_v, grad_own_k.to(own_k.dtype), grad_own_v.to(own_v.dtype), None, None
+        shape = weights.shape[1:3]
+        grouped = grad.unflatten(1, shape)  # [N, kv, g, d]
+        delta = (grouped * out.unflatten(1, shape)).sum(-1, keepdim=True)
+        grad_scores = weights * (torch.einsum("nkgd,nskd->nkgs", grouped, own_v) - delta) * ctx.scale
+        grad_q += torch.einsum("nkgs,nskd->nkgd", grad_scores, own_k).flatten(1, 2)
+        grad_own_k = torch.einsum("nkgs,nkgd->nskd", grad_scores, q.unflatten(1, shape))
+        grad_own_v = torch.einsum("nkgs,nkgd->nskd", weights, grouped)
+        return grad_q, grad_k, grad_v, grad_own_k, grad_own_v, None, None
 
 
 def _own_scores(q: torch.Tensor, own_k: torch.Tensor, scale: float) -> torch.Tensor:

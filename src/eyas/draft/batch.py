@@ -3,7 +3,7 @@
 Row t of a document reads the pair (x_{t+1}, g_t) at RoPE position t and predicts x_{t+2} (eagle3.md, "The shift").
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,8 @@ class Batch:
     aux [R, A*H] float; tokens [R] int64, x_{t+1} of row t; positions [R] int64, t;
     depth [R] int64, how many steps of the chain that starts at this row are supervised (0: no chain starts here);
     teacher [R] int64, where p_{t+1} lies among the F teacher positions (the teacher of step k is teacher + k);
-    final [F, H] float and argmax [F] int64 of the target; documents: (first row, end row) of each.
+    final [F, H] float and argmax [F] int64 of the target; documents: (first row, end row) of each;
+    weight [R] float, what the loss on token x_{t+2} of row t counts, in whatever step it is drafted (None: one).
     """
 
     aux: torch.Tensor
@@ -30,6 +31,7 @@ class Batch:
     final: torch.Tensor
     argmax: torch.Tensor
     documents: list[tuple[int, int]]
+    weight: torch.Tensor | None = None
 
     @property
     def supervised(self) -> int:
@@ -56,13 +58,18 @@ def chain_depth(supervised: np.ndarray) -> np.ndarray:
     return np.maximum(run[1 : len(supervised)] - 1, 0)
 
 
-def as_bfloat16(bits: np.ndarray) -> torch.Tensor:
-    """uint16 bit patterns as a bfloat16 tensor of the same shape, without a copy where numpy allows it."""
+def as_floats(bits: np.ndarray) -> torch.Tensor:
+    """States as a tensor of the same shape: uint16 bit patterns as bfloat16 (a store's), float32 as it is (in memory)."""
+    if bits.dtype == np.float32:
+        return torch.from_numpy(bits)
     return torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).view(torch.bfloat16)
 
 
-def pack(samples: Sequence[Sample]) -> Batch:
-    """Pack whole documents; nothing is padded, and rows never look across a document's border."""
+def pack(samples: Sequence[Sample], weights: Mapping[str, np.ndarray] | None = None) -> Batch:
+    """Pack whole documents; nothing is padded, and rows never look across a document's border.
+
+    weights: document id -> [T-1] float, as in Batch.weight; documents that are not there count one.
+    """
     aux, tokens, positions, depth, teacher, documents = [], [], [], [], [], []
     row = offset = 0
     for sample in samples:
@@ -70,7 +77,7 @@ def pack(samples: Sequence[Sample]) -> Batch:
         where = teacher_positions(sample.supervised)
         depths = chain_depth(sample.supervised)
         index = np.searchsorted(where, np.arange(1, rows + 1))  # of position t+1; meaningless where depth is 0
-        aux.append(as_bfloat16(sample.aux[:rows].reshape(rows, -1)))
+        aux.append(as_floats(sample.aux[:rows].reshape(rows, -1)))
         tokens.append(sample.tokens[1:])
         positions.append(np.arange(rows))
         depth.append(depths)
@@ -87,7 +94,12 @@ def pack(samples: Sequence[Sample]) -> Batch:
         positions=integers(positions),
         depth=integers(depth),
         teacher=integers(teacher),
-        final=torch.cat([as_bfloat16(sample.final) for sample in samples]),
+        final=torch.cat([as_floats(sample.final) for sample in samples]),
         argmax=integers([sample.argmax for sample in samples]),
         documents=documents,
+        weight=None if weights is None else torch.cat([_weight(sample, weights) for sample in samples]),
     )
+
+
+def _weight(sample: Sample, weights: Mapping[str, np.ndarray]) -> torch.Tensor:
+    return torch.as_tensor(weights.get(sample.id, np.ones(len(sample.tokens) - 1)), dtype=torch.float32)

@@ -1,10 +1,14 @@
 """The shape of a draft, in eyas' own terms. `serving.names` writes it for engines and reads theirs."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from eyas.errors import UsageError
 from eyas.target import Target, default_aux_layers
+
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 @dataclass(frozen=True)
@@ -13,6 +17,8 @@ class DraftConfig:
 
     hidden_size is D, target_hidden_size H, vocab_size V, draft_vocab_size Vd.
     rope_parameters follows Transformers 5: {"rope_type", "rope_theta", ...}.
+    kv_lora_rank makes it multi-head latent attention (DeepSeek-V2, arXiv:2405.04434); head_dim is then the width to which
+    keys and values are laid out, and q_lora_rank None a full query matrix.
     """
 
     hidden_size: int
@@ -36,6 +42,11 @@ class DraftConfig:
     attention_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
 
     def __post_init__(self) -> None:
         if self.draft_vocab_size > self.vocab_size:
@@ -50,21 +61,52 @@ class DraftConfig:
             raise UsageError(
                 f"auxiliary layers {list(self.aux_layers)}: the target has layers 0..{self.target_num_layers - 1}."
             )
+        scaled = self.rope_parameters.get("rope_type", "default") not in ("default", "yarn")
+        if self.kv_lora_rank and (self.attention_bias or self.qk_norm or self.sliding_window or scaled):
+            raise UsageError(
+                "latent attention: engines know it without attention_bias, qk_norm and sliding_window, and with RoPE of type default or yarn."
+            )
 
     @property
     def fc_in(self) -> int:
         """Width of the concatenated auxiliary states."""
         return len(self.aux_layers) * self.target_hidden_size
 
+    def attention_shapes(self, inputs: int) -> dict[str, tuple[int, ...]]:
+        """Matrices [out, in] and norms of an attention that reads `inputs` channels."""
+        c, heads = self, self.num_attention_heads
+        if not c.kv_lora_rank:
+            queries, key_value = heads * c.head_dim, c.num_key_value_heads * c.head_dim
+            norms = {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)} if c.qk_norm else {}
+            matrices = {"q_proj": (queries, inputs), "k_proj": (key_value, inputs), "v_proj": (key_value, inputs)}
+            return {**matrices, "o_proj": (c.hidden_size, queries), **norms}
+        queries, low = heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.q_lora_rank
+        shapes: dict[str, tuple[int, ...]] = {"q_proj": (queries, inputs)}
+        if low:
+            shapes = {"q_a_proj": (low, inputs), "q_a_layernorm": (low,), "q_b_proj": (queries, low)}
+        return shapes | {
+            "kv_a_proj_with_mqa": (c.kv_lora_rank + c.qk_rope_head_dim, inputs),
+            "kv_a_layernorm": (c.kv_lora_rank,),
+            "kv_b_proj": (heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
+            "o_proj": (c.hidden_size, heads * c.v_head_dim),
+        }
+
+    @property
+    def softmax_scale(self) -> float:
+        """What scores are multiplied by: latent attention counts YaRN's mscale here, as DeepSeek's models do."""
+        if not self.kv_lora_rank:
+            return self.head_dim**-0.5
+        rope = self.rope_parameters
+        mscale = 1.0 + 0.1 * rope.get("mscale_all_dim", 0.0) * math.log(max(1.0, rope.get("factor", 1.0)))
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * mscale**2
+
     @property
     def step_parameters(self) -> int:
         """Matrix parameters that one draft step reads, without the head: its layers'."""
-        heads, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        total = 0
+        total = self.num_layers * 3 * self.hidden_size * self.intermediate_size
         for index in range(self.num_layers):
-            inputs = self.hidden_size * (2 if index == 0 else 1)
-            total += inputs * (heads + 2 * key_value) + heads * self.hidden_size
-            total += 3 * self.hidden_size * self.intermediate_size
+            shapes = self.attention_shapes(self.hidden_size * (2 if index == 0 else 1)).values()
+            total += sum(math.prod(shape) for shape in shapes if len(shape) == 2)
         return total
 
     @property
@@ -94,9 +136,28 @@ def rope_parameters(text: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
+def latent_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of a config's latent attention, as DraftConfig has them; empty where it has none."""
+    if not config.get("kv_lora_rank"):
+        return {}
+    sizes = {key: config.get(key) for key in LATENT}
+    if missing := [key for key in LATENT[1:] if not sizes[key]]:
+        raise UsageError(f"config.json: latent attention (kv_lora_rank) without {', '.join(missing)}.")
+    width = max(config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"])
+    return sizes | {"num_key_value_heads": config["num_attention_heads"], "head_dim": width}
+
+
 def draft_config_for(target: Target, draft_vocab_size: int | None = None, **options: Any) -> DraftConfig:
-    """The draft that EAGLE-3 gives a target: one Llama-style layer of the target's own width and heads."""
+    """The draft that EAGLE-3 gives a target: one Llama-style layer of the target's own width and heads.
+
+    attention="latent" takes the target's latent attention instead, or the sizes among `options`.
+    """
     text = target.text
+    if options.pop("attention", "llama") == "latent":
+        sizes = latent_sizes({**text, **options})
+        if not sizes:
+            raise UsageError(f"draft.attention: latent, but {target.path} has no latent attention (kv_lora_rank).")
+        options |= sizes
     heads = int(options.pop("num_attention_heads", None) or text.get("num_attention_heads") or 0)
     hidden = int(options.pop("hidden_size", None) or target.hidden_size)
     key_value = int(options.pop("num_key_value_heads", None) or text.get("num_key_value_heads") or heads)

@@ -7,28 +7,36 @@ import torch
 from eyas.target import LogitRule
 
 Loss = Literal["ce", "kl", "reverse_kl", "tv", "lk"]
+SOFT = ("ce", "kl")  # losses whose gradient is q - p
 CHUNK = 512  # rows whose logits exist at once
 
 
 class Teacher:
     """The target's next-token distribution over the draft vocabulary, from its post-norm final states.
 
-    head [Vd, H]: the target's own head rows of the draft vocabulary, in the compute dtype.
+    head [Vd, H]: the target's own head rows of the draft vocabulary, in the compute dtype. What `read` gives is made
+    once for each position and kept for all steps, as far as `keep_bytes` reach.
     """
 
-    def __init__(self, head: torch.Tensor, rule: LogitRule, final: torch.Tensor, keep_bytes: int = 512 << 20) -> None:
-        self.head, self.rule, self.final = head, rule, final
+    def __init__(
+        self, head: torch.Tensor, rule: LogitRule, final: torch.Tensor, kind: Loss, keep_bytes: int = 512 << 20
+    ) -> None:
+        self.head, self.rule, self.final, self.soft = head, rule, final, kind in SOFT
         keep = len(final) * len(head) * head.element_size() <= keep_bytes
-        self.kept = final.new_empty(len(final), len(head)) if keep else None  # shared by all steps
+        self.kept = final.new_empty(len(final), len(head)) if keep else None
         self.known = torch.zeros(len(final), dtype=torch.bool, device=final.device)
 
-    def logits(self, index: torch.Tensor) -> torch.Tensor:
-        """[n, Vd] logits of the teacher positions `index` [n]."""
+    def _make(self, index: torch.Tensor) -> torch.Tensor:
+        logits = self.rule.apply(self.final[index] @ self.head.T)
+        return logits.softmax(-1) if self.soft else logits
+
+    def read(self, index: torch.Tensor) -> torch.Tensor:
+        """[n, Vd] of the teacher positions `index` [n], the caller's own: probabilities for "ce" and "kl", else logits."""
         if self.kept is None:
-            return self.rule.apply(self.final[index] @ self.head.T)
+            return self._make(index)
         fresh = index[~self.known[index]]
         if len(fresh):
-            self.kept[fresh] = self.rule.apply(self.final[fresh] @ self.head.T)
+            self.kept[fresh] = self._make(fresh)
             self.known[fresh] = True
         return self.kept[index]
 
@@ -50,25 +58,27 @@ def row_loss(logits: torch.Tensor, teacher: torch.Tensor, kind: Loss) -> torch.T
     return 1 - accepted if kind == "tv" else -accepted.clamp_min(1e-9).log()
 
 
-def _chunk(z: torch.Tensor, zt: torch.Tensor, weight: torch.Tensor, kind: Loss) -> tuple[Any, Any, Any]:
-    """Weighted loss (0-d), its gradient for z [n, Vd] in z's dtype, and the draft's greedy choice [n]."""
+def _chunk(z: torch.Tensor, teacher: torch.Tensor, kind: Loss) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss of each row [n], its gradient for z [n, Vd] in z's dtype, and the draft's greedy choice [n].
+
+    teacher as `Teacher.read` gives it. For "ce" and "kl" the gradient is q - p: softmax and difference are the only
+    passes over [n, Vd] that write, both in z's dtype.
+    """
     wide = torch.promote_types(z.dtype, torch.float32)
-    if kind not in ("ce", "kl"):
-        best = z.argmax(-1)
+    top, best = z.max(-1)
+    if kind not in SOFT:
         with torch.enable_grad():
             leaf = z.detach().to(wide).requires_grad_()
-            loss = (row_loss(leaf, zt.to(wide), kind) * weight).sum()
-            (grad,) = torch.autograd.grad(loss, leaf)
-        return loss.detach(), grad.to(z.dtype), best
-    q = z.softmax(-1, dtype=wide)
-    p = zt.softmax(-1, dtype=wide)
-    top, best = q.max(-1)
-    log_sum = z.gather(1, best[:, None]).squeeze(1).to(wide) - top.log()
-    rows = log_sum - torch.einsum("nv,nv->n", p, z.to(wide))
+            rows = row_loss(leaf, teacher.to(wide), kind)
+            (grad,) = torch.autograd.grad(rows.sum(), leaf)
+        return rows.detach(), grad.to(z.dtype), best
+    q = z.softmax(-1)
+    log_sum = top.to(wide) - q.gather(1, best[:, None]).squeeze(1).to(wide).log()
+    mass = teacher.sum(-1).to(wide)  # one, to rounding
+    rows = log_sum * mass - (teacher * z).sum(-1).to(wide)
     if kind == "kl":
-        rows = rows + torch.special.entr(p).neg().sum(-1)
-    grad = q.sub_(p).mul_(weight[:, None]).to(z.dtype)
-    return (rows * weight).sum(), grad, best
+        rows = rows - torch.special.entr(teacher.to(wide)).sum(-1)
+    return rows, q.sub_(teacher), best
 
 
 class GradientSink:
@@ -124,14 +134,13 @@ class _HeadLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         for low in range(0, len(hidden), CHUNK):
             rows = slice(low, low + CHUNK)
-            loss, grad, best[rows] = _chunk(
-                hidden[rows] @ head.T, teacher.logits(index[rows]), weight[rows].to(total.dtype), kind
-            )
-            total += loss
+            x, w = hidden[rows].detach(), weight[rows].to(total.dtype)
+            loss, grad, best[rows] = _chunk(x @ head.T, teacher.read(index[rows]), kind)
+            total += (loss * w).sum()
             if grad_hidden is not None:
-                grad_hidden[rows] = grad @ head
+                grad_hidden[rows] = (grad @ head) * w[:, None]
             if need_head:
-                sink.add(grad, hidden[rows].detach())
+                sink.add(grad, (x * w[:, None]).to(x.dtype))
         ctx.save_for_backward(grad_hidden)
         ctx.mark_non_differentiable(best)
         return total, best

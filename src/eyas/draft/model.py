@@ -20,6 +20,8 @@ from eyas.draft.rope import Rope
 from eyas.target import LogitRule
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (right before step k, right with it, normed hidden [n, D], teacher positions) of the n running chains -> factors [n]
+Survive = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _Matmul(torch.autograd.Function):
@@ -67,6 +69,40 @@ class Linear(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
+class _Norm(torch.autograd.Function):
+    """RMSNorm with its gradient by hand: x is all that is kept, and a pass in float32 overwrites the one before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return wide.mul_(inverse).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight, inverse = ctx.saved_tensors
+        unit = x * inverse  # [..., D], in at least float32
+        product = unit * grad
+        along = (product @ weight.to(unit.dtype))[..., None] / x.shape[-1]
+        grad_x = (grad * weight).sub_(unit.mul_(along)).mul_(inverse).to(x.dtype)
+        return grad_x, product.flatten(0, -2).sum(0).to(weight.dtype), None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up, which keeps nothing beside the two."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, computed in at least float32 (Llama's form: the weight is applied after the cast back)."""
 
@@ -76,15 +112,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight).to(x.dtype)
+        return _Norm.apply(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
     def __init__(self, config: DraftConfig, inputs: int) -> None:
         super().__init__()
         self.heads, self.kv, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.value = self.dim
         bias = config.attention_bias
         self.q_proj = Linear(inputs, self.heads * self.dim, bias)
         self.k_proj = Linear(inputs, self.kv * self.dim, bias)
@@ -97,12 +132,52 @@ class Attention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (self.heads, self.dim))  # [n, h, d]
         return self.q_norm(q) if self.q_norm is not None else q
 
-    def keys(self, x: torch.Tensor) -> torch.Tensor:
+    def keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k = self.k_proj(x).unflatten(-1, (self.kv, self.dim))  # [n, kv, d]
-        return self.k_norm(k) if self.k_norm is not None else k
+        k = self.k_norm(k) if self.k_norm is not None else k
+        return k, self.v_proj(x).unflatten(-1, (self.kv, self.dim))
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
-        return self.v_proj(x).unflatten(-1, (self.kv, self.dim))  # [n, kv, d]
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) with every head's keys and values laid out.
+
+    Files hold a head's query and key as [rest | RoPE's part] and that part in pairs of neighbours. Here they are
+    [RoPE's part in halves | rest | zeros], which leaves every score the same and lets RoPE turn the first channels as it
+    does everywhere. Values are filled with zeros to the same width; only their first `value` channels come out.
+    """
+
+    q_proj: Linear
+    q_a_proj: Linear
+    q_a_layernorm: RMSNorm
+    q_b_proj: Linear
+    kv_a_proj_with_mqa: Linear
+    kv_a_layernorm: RMSNorm
+    kv_b_proj: Linear
+    o_proj: Linear
+
+    def __init__(self, config: DraftConfig, inputs: int) -> None:
+        super().__init__()
+        c, self.heads, self.dim, self.value = config, config.num_attention_heads, config.head_dim, config.v_head_dim
+        self.latent, self.nope, self.rope = int(c.kv_lora_rank or 0), c.qk_nope_head_dim, c.qk_rope_head_dim
+        for name, (rows, *width) in c.attention_shapes(inputs).items():
+            self.add_module(name, Linear(width[0], rows) if width else RMSNorm(rows, c.rms_norm_eps))
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        low = hasattr(self, "q_a_proj")
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if low else self.q_proj(x)
+        nope, rope = q.unflatten(-1, (self.heads, -1)).split([self.nope, self.rope], -1)
+        return self._laid_out(rope, nope)  # [n, h, d]
+
+    def keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        latent, rope = self.kv_a_proj_with_mqa(x).split([self.latent, self.rope], -1)
+        heads = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.heads, -1))
+        nope, v = heads.split([self.nope, self.value], -1)
+        k = self._laid_out(rope[:, None].expand(-1, self.heads, -1), nope)
+        return k, F.pad(v, (0, self.dim - self.value))  # [n, h, d] both
+
+    def _laid_out(self, rope: torch.Tensor, nope: torch.Tensor) -> torch.Tensor:
+        halves = rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return F.pad(torch.cat([halves, nope], -1), (0, self.dim - self.rope - self.nope))
 
 
 class MLP(nn.Module):
@@ -113,7 +188,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(_SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
 
 
 class Layer(nn.Module):
@@ -126,7 +201,8 @@ class Layer(nn.Module):
         self.norm_before_residual = config.norm_before_residual and first
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps) if first else None
-        self.self_attn = Attention(config, 2 * size if first else size)
+        kind = LatentAttention if config.kv_lora_rank else Attention
+        self.self_attn: Attention | LatentAttention = kind(config, 2 * size if first else size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(config)
 
@@ -138,7 +214,7 @@ class Layer(nn.Module):
         return torch.cat([self.input_layernorm(e), normed], -1), normed if self.norm_before_residual else h
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        h = residual + self.self_attn.o_proj(attended.flatten(1))
+        h = residual + self.self_attn.o_proj(attended[..., : self.self_attn.value].flatten(1))
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -183,7 +259,8 @@ class Draft(nn.Module):
         reduced = config.draft_vocab_size < config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if reduced else None)
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool) if reduced else None)
-        self.rope = Rope(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+        turned = config.qk_rope_head_dim if config.kv_lora_rank else config.head_dim
+        self.rope = Rope(config.rope_parameters, turned, config.max_position_embeddings)
         self.aux_scale: torch.Tensor | None = None
 
     def initialise(self, seed: int, std: float = 0.02) -> None:
@@ -243,8 +320,8 @@ class Draft(nn.Module):
         return self.embed_tokens(tokens).to(dtype)
 
     def qkv(self, layer: Layer, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        a = layer.self_attn
-        return self.rope.rotate(a.queries(x), positions), self.rope.rotate(a.keys(x), positions), a.values(x)
+        k, v = layer.self_attn.keys_values(x)
+        return self.rope.rotate(layer.self_attn.queries(x), positions), self.rope.rotate(k, positions), v
 
     def next_hidden(self, h: torch.Tensor) -> torch.Tensor:
         return self.norm(h) if self.config.norm_output else h
@@ -271,13 +348,13 @@ class Draft(nn.Module):
         for index, layer in enumerate(self.stack):
             wanted = rows if index == len(self.layers) - 1 else everything
             x, residual = layer.inputs(e, h)
-            k = self.rope.rotate(layer.self_attn.keys(x), batch.positions)
-            v = layer.self_attn.values(x)
+            k, v = layer.self_attn.keys_values(x)
+            k = self.rope.rotate(k, batch.positions)
             if len(wanted) < len(everything):
                 x, residual = x[wanted], residual[wanted]
             q = self.rope.rotate(layer.self_attn.queries(x), batch.positions[wanted])
             blocks = plan_blocks(wanted, batch.documents, dtype, 0, self.config.sliding_window)
-            h = layer.finish(residual, unroll_attention(q, k, v, blocks))
+            h = layer.finish(residual, unroll_attention(q, k, v, blocks, scale=self.config.softmax_scale))
             memory.append((k, v))
         return h, memory
 
@@ -289,7 +366,7 @@ class Draft(nn.Module):
         rule: LogitRule,
         to_draft: torch.Tensor,
         *,
-        survivors: bool = True,
+        survivors: bool | Survive = True,
         decay: float = 0.8,
         scale: float = 1.0,
         kind: Loss = "ce",
@@ -300,8 +377,9 @@ class Draft(nn.Module):
 
         teacher_head [Vd, H] (None: greedy choices only, loss stays 0); to_draft int64 [V]: target id -> draft id, -1 outside the vocabulary.
         survivors: step k runs only the chains whose steps < k were right (what inference reaches); each keeps the
-        weight it has in the full unroll. keep_unknown: rows whose teacher argmax is outside the vocabulary stay in
-        the loss, renormalised; they are a miss in every figure all the same.
+        weight it has in the full unroll. A function gives factors of the weights from the next step on; 0 ends a chain.
+        keep_unknown: rows whose teacher argmax is outside the vocabulary stay in the loss, renormalised; they are a
+        miss in every figure all the same.
         The loss is scale * Σ decay**k * row loss: scale is one over the supervised rows of the whole batch, on all
         ranks. Hand it to `backward` as it is: the head's gradient is made here, not there.
         on_logits(k, rows, hidden) sees the normed hidden of step k, for tests.
@@ -310,18 +388,19 @@ class Draft(nn.Module):
         for module in self.linears():
             module.stale()
             module.sink.clear()
-        teacher = None if teacher_head is None else Teacher(teacher_head, rule, batch.final)
+        teacher = None if teacher_head is None else Teacher(teacher_head, rule, batch.final, kind)
         rows = torch.nonzero(batch.depth > 0).squeeze(1)  # chains still running, as rows of the batch
         chain = torch.arange(len(rows), device=rows.device)  # their index among all chains
         alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
         result = Unrolled(torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=rows.device))
+        share = alive.to(result.loss.dtype)  # what a chain counts
         result.rows, result.accepted = rows, torch.zeros_like(rows)
         h, memory = self._first_step(batch, rows, dtype)
         own: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.layers]
         for k in range(steps):
             if k > 0:
-                keep = torch.nonzero((batch.depth[rows] > k) & (alive if survivors else True)).squeeze(1)
-                rows, chain, alive, h = rows[keep], chain[keep], alive[keep], h[keep]
+                keep = torch.nonzero((batch.depth[rows] > k) & (share > 0)).squeeze(1)
+                rows, chain, alive, share, h = rows[keep], chain[keep], alive[keep], share[keep], h[keep]
                 own = [[(a[keep], b[keep]) for a, b in layer] for layer in own]
                 if len(rows):
                     attend = [self._attend(batch, rows, k, memory[i], own[i], dtype) for i in range(len(self.layers))]
@@ -340,7 +419,9 @@ class Draft(nn.Module):
             if teacher is None:
                 best = greedy(normed, head)
             else:
-                weight = torch.full((len(rows),), scale * decay**k, dtype=result.loss.dtype, device=rows.device)
+                weight = share * (scale * decay**k)
+                if batch.weight is not None:
+                    weight = weight * batch.weight[rows + k]
                 if not keep_unknown:
                     weight = weight.masked_fill(label < 0, 0.0)
                 loss, best = head_loss(
@@ -351,7 +432,9 @@ class Draft(nn.Module):
             right = best == label
             result.chains.append(int(alive.sum()))
             result.unknown.append(int((alive & (label < 0)).sum()))
-            alive = alive & right
+            before, alive = alive, alive & right
+            if survivors:
+                share = share * (survivors(before, alive, normed, index) if callable(survivors) else alive)
             result.right.append(int(alive.sum()))
             result.accepted[chain[alive]] += 1
             h = normed if self.config.norm_output else h
@@ -372,6 +455,6 @@ class Draft(nn.Module):
             own.append((new_k, new_v))
             own_k = torch.stack([pair[0] for pair in own], 1)  # [N, s, kv, d]
             own_v = torch.stack([pair[1] for pair in own], 1)
-            return unroll_attention(q, *memory, blocks, own_k, own_v)
+            return unroll_attention(q, *memory, blocks, own_k, own_v, self.config.softmax_scale)
 
         return attend

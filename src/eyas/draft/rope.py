@@ -7,8 +7,25 @@ import torch
 from eyas.errors import UsageError
 
 
+class _Rotate(torch.autograd.Function):
+    """x [n, heads, d] turned by cos and sin [n, 1, r / 2]: channel i with channel i + r / 2. Backward turns back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        half = cos.shape[-1]
+        left, right = x[..., : 2 * half].to(cos.dtype).chunk(2, -1)
+        turned = torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x.dtype)
+        return torch.cat([turned, x[..., 2 * half :]], -1) if x.shape[-1] > 2 * half else turned
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return _Rotate.apply(grad, cos, -sin), None, None
+
+
 class Rope:
-    """cos and sin tables [P, r] in float32 for a head dimension of which the first r = partial * head_dim rotate.
+    """cos and sin tables [P, r / 2] in float32 for a head dimension of which the first r = partial * head_dim rotate.
 
     Multimodal RoPE (mrope) equals the plain kind on text, where its three position sections agree.
     """
@@ -43,17 +60,11 @@ class Rope:
         if self.cos.shape[0] >= length and self.cos.device == device:
             return
         length = max(1024, 1 << (length - 1).bit_length())
-        angles = torch.outer(torch.arange(length, dtype=torch.float32), self.inverse.float())
-        angles = torch.cat([angles, angles], -1).to(device)  # [P, r]
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), self.inverse.float()).to(device)  # [P, r / 2]
         self.cos, self.sin = angles.cos() * self.scaling, angles.sin() * self.scaling
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [n, heads, d] rotated at positions [n] (rotate-half pairing, as Llama); computed in at least float32."""
         self._grow(int(positions.max()) + 1 if len(positions) else 1, x.device)
         wide = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = self.cos[positions, None].to(wide), self.sin[positions, None].to(wide)  # [n, 1, r]
-        width = cos.shape[-1]
-        turned, kept = x[..., :width].to(wide), x[..., width:]
-        left, right = turned.chunk(2, -1)
-        turned = (turned * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)
-        return torch.cat([turned, kept], -1) if kept.shape[-1] else turned
+        return _Rotate.apply(x, self.cos[positions, None].to(wide), self.sin[positions, None].to(wide))

@@ -4,6 +4,7 @@ numpy only. Special and end tokens are always in; the rest follow by frequency a
 The vocabulary of a smaller size is therefore always part of that of a larger one.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,6 +89,28 @@ def supervised_spans(documents: Iterable[dict[str, Any]], vocab_size: int) -> Sp
                 )
             spans.append(span.astype(np.int32))
     return spans
+
+
+def mix(documents: Iterable[dict[str, Any]], vocab: DraftVocab) -> list[dict[str, Any]]:
+    """What each category brings, largest first: documents, supervised tokens, their share of all, and their coverage."""
+    spans: dict[str, Spans] = defaultdict(list)
+    count: Counter[str] = Counter()
+    for document in documents:
+        name = document.get("category") or ""
+        count[name] += 1
+        spans[name] += supervised_spans([document], vocab.vocab_size)
+    tokens = {name: np.concatenate([np.empty(0, np.int32), *parts]) for name, parts in spans.items()}
+    total = max(sum(map(len, tokens.values())), 1)
+    return [
+        {
+            "category": name,
+            "documents": count[name],
+            "supervised_tokens": len(tokens[name]),
+            "share": round(len(tokens[name]) / total, 4),
+            "coverage": round(float(vocab.t2d[tokens[name]].mean()), 4) if len(tokens[name]) else 1.0,
+        }
+        for name in sorted(count, key=lambda name: -len(tokens[name]))
+    ]
 
 
 def count_tokens(spans: Spans, vocab_size: int) -> np.ndarray:

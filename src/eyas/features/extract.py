@@ -8,7 +8,7 @@ exactly as the undisturbed run would have.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from eyas.errors import EyasError, UsageError
 from eyas.features.store import (
+    Entry,
     Sample,
     Store,
     StoreWriter,
@@ -27,7 +28,7 @@ from eyas.features.store import (
     text_digest,
 )
 from eyas.progress import progress
-from eyas.target import LoadedTarget, default_aux_layers
+from eyas.target import LoadedTarget, Target, default_aux_layers
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,10 @@ CAUSES = (
 )
 
 
+State = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]  # aux bf16 [T, A, H], final bf16 [F, H], argmax int32 [F]
+Source = Callable[[list[dict[str, Any]]], Iterable[State]]  # the states of some documents, in order
+
+
 def extract(
     documents: list[dict[str, Any]],
     target: LoadedTarget,
@@ -52,7 +57,7 @@ def extract(
     token_budget: int = 4096,
     threshold: float = 0.9,
     inputs: dict[str, str] | None = None,
-    writer: str = "0",
+    source: Source | None = None,
     shard_bytes: int = 256 << 20,
 ) -> dict[str, Any]:
     """Fill the store at `path` with the states of `documents` (rows of answers.jsonl) and return the figures.
@@ -60,53 +65,80 @@ def extract(
     `layers` are physical outputs out(v) (the default layers when None). `token_budget` bounds the tokens of a batch,
     padding included. `threshold` is the least share of teacher positions whose argmax is the next token (0 switches
     the check off, for conversations that were sampled or not written by the target). `inputs` go to the manifest.
+    `source` gives the states in place of a forward pass here (`eyas.features.engines`).
     A store that is partly filled is gone on with. Raises UsageError for documents that do not fit the target or the
     store, EyasError when the disk is full or the self-check fails.
     """
-    layers = sorted(layers) if layers else default_aux_layers(target.target.num_layers)
-    if layers[-1] >= target.target.num_layers or layers[0] < 0:
-        raise UsageError(f"Auxiliary layers {layers}: the target has layers 0 to {target.target.num_layers - 1}.")
-    check_documents(documents, target)
+    layers = wanted_layers(layers, target.target)
+    check_documents(documents, target.target)
+    work = source or (lambda batch: forward(target, batch, layers))
     start = time.monotonic()
-    with StoreWriter(
+    with open_writer(path, target, layers, codec, shard_bytes=shard_bytes) as store:
+        done = already(documents, store.entries, path)
+        total, before = tokens_of(documents), tokens_of(documents[i] for i in done)
+        with progress("extract", total, "tok", done=before) as advance, _Thread(store, advance, threshold) as thread:
+            for batch in batches([len(document["tokens"]) for document in documents], token_budget):
+                if not done.issuperset(batch):
+                    thread.put(samples([documents[i] for i in batch], work, {documents[i]["id"] for i in done}))
+        return conclude(store, documents, total - before, time.monotonic() - start, threshold, inputs)
+
+
+def wanted_layers(layers: list[int] | None, target: Target) -> list[int]:
+    layers = sorted(layers) if layers else default_aux_layers(target.num_layers)
+    if layers[-1] >= target.num_layers or layers[0] < 0:
+        raise UsageError(f"Auxiliary layers {layers}: the target has layers 0 to {target.num_layers - 1}.")
+    return layers
+
+
+def open_writer(
+    path: str | Path, target: LoadedTarget, layers: list[int], codec: str, *, source: str = "", **options: Any
+) -> StoreWriter:
+    """A writer for this target's states; `source` names another program that computed them."""
+    extra = {"dtype": str(target.dtype).removeprefix("torch."), "vocab_size": target.target.vocab_size}
+    return StoreWriter(
         path,
         layers=layers,
         hidden_size=target.target.hidden_size,
         target=target.target.fingerprints,
         codec=codec,
-        extra={"dtype": str(target.dtype).removeprefix("torch."), "vocab_size": target.target.vocab_size},
-        shard_bytes=shard_bytes,
-        writer=writer,
-    ) as store:
-        done = _already(documents, store)
-        total = sum(len(document["tokens"]) for document in documents)
-        before = sum(len(documents[i]["tokens"]) for i in done)
-        with progress("extract", total, "tok", done=before) as advance, _Thread(store, advance, threshold) as thread:
-            for batch in batches([len(document["tokens"]) for document in documents], token_budget):
-                if not done.issuperset(batch):
-                    states = forward(target, [documents[i] for i in batch], layers)
-                    thread.put([_sample(documents[i], *s) for i, s in zip(batch, states, strict=True) if i not in done])
-        store.commit()
-        seconds = time.monotonic() - start
-        mine = [store.entries[document["id"]] for document in documents]
-        figures = summary(mine)
-        size = sum(entry.length for entry in mine)
-        figures |= {
-            "seconds": seconds,
-            "tokens_per_s": (total - before) / seconds if total > before else 0.0,
-            "bytes": size,
-            "bytes_per_token": size / max(total, 1),
-        }
-        _judge(mine, figures, threshold)
-        shown = {"threshold": threshold, **{key: figures[key] for key in ("seconds", "tokens_per_s")}}
-        figures["complete"] = store.finish(inputs, shown)
-    return figures
+        extra=extra | ({"source": source} if source else {}),
+        **options,
+    )
 
 
-def check_documents(documents: list[dict[str, Any]], target: LoadedTarget) -> None:
+def tokens_of(documents: Iterable[dict[str, Any]]) -> int:
+    return sum(len(document["tokens"]) for document in documents)
+
+
+def samples(documents: list[dict[str, Any]], work: Source, done: set[str]) -> list[Sample]:
+    """The samples of one batch that are not `done`. The batch is computed whole, so that a sample's bits do not depend
+    on what was there before."""
+    found = zip(documents, work(documents), strict=True)
+    return [to_sample(document, *state) for document, state in found if document["id"] not in done]
+
+
+def conclude(
+    store: StoreWriter,
+    documents: list[dict[str, Any]],
+    fresh: int,
+    seconds: float,
+    threshold: float,
+    inputs: dict[str, str] | None,
+) -> dict[str, Any]:
+    """Commit, judge and complete the store; returns the figures. `fresh` tokens were extracted in this run."""
+    store.commit()
+    mine = [store.entries[document["id"]] for document in documents]
+    size = sum(entry.length for entry in mine)
+    shown = {"threshold": threshold, "seconds": seconds, "tokens_per_s": fresh / seconds if fresh else 0.0}
+    figures = summary(mine) | {"bytes": size, "bytes_per_token": size / max(tokens_of(documents), 1)} | shown
+    _judge(mine, figures, threshold)
+    return figures | {"complete": store.finish(inputs, shown)}
+
+
+def check_documents(documents: list[dict[str, Any]], target: Target) -> None:
     """Raises UsageError naming the first document that is not a row of answers.jsonl this target could have written."""
     seen: set[str] = set()
-    vocabulary, context = target.embedding.shape[0], target.target.max_positions
+    vocabulary, context = target.vocab_size, target.max_positions
     for number, document in enumerate(documents):
         try:
             name, tokens, spans = document["id"], np.asarray(document["tokens"]), document["spans"]
@@ -134,16 +166,16 @@ def check_documents(documents: list[dict[str, Any]], target: LoadedTarget) -> No
         seen.add(name)
 
 
-def _already(documents: list[dict[str, Any]], store: StoreWriter) -> set[int]:
+def already(documents: list[dict[str, Any]], entries: dict[str, Entry], path: str | Path) -> set[int]:
     """Places in the work list that the store holds; refuses when it holds another conversation under the same id."""
     done = set()
     for i, document in enumerate(documents):
-        entry = store.entries.get(document["id"])
+        entry = entries.get(document["id"])
         if entry is None:
             continue
         if entry.text != text_digest(np.asarray(document["tokens"]), np.asarray(document["spans"])):
             raise UsageError(
-                f"{store.place}: holds another conversation under the id {document['id']!r} (tokens or spans differ). "
+                f"{path}: holds another conversation under the id {document['id']!r} (tokens or spans differ). "
                 "The answers were written anew; extract into another folder, or remove this one."
             )
         done.add(i)
@@ -159,9 +191,6 @@ def batches(lengths: list[int], token_budget: int) -> list[list[int]]:
         result.append(order[at : at + size])
         at += size
     return result
-
-
-State = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]  # aux [T, A, H], final [F, H], argmax [F]
 
 
 def forward(target: LoadedTarget, documents: list[dict[str, Any]], layers: list[int]) -> Iterator[State]:
@@ -182,11 +211,7 @@ def forward(target: LoadedTarget, documents: list[dict[str, Any]], layers: list[
         columns = torch.cat([torch.from_numpy(t) for t in teachers])
         states = caught["final"]
         states = states[rows.to(states.device), columns.to(states.device)]  # [F_total, H]
-        argmax = torch.cat(
-            [torch.zeros(0, dtype=torch.long, device=states.device)]
-            + [target.logits(chunk).max(-1).indices for chunk in states.split(HEAD_ROWS) if len(chunk)]
-        )
-        final, best = states.to("cpu", torch.bfloat16), argmax.to("cpu", torch.int32)
+        best, final = argmax(target, states), states.to("cpu", torch.bfloat16)
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)
     counts = [len(t) for t in teachers]
@@ -194,7 +219,15 @@ def forward(target: LoadedTarget, documents: list[dict[str, Any]], layers: list[
         yield torch.stack([layer[row, : lengths[row]] for layer in aux], 1), f, a
 
 
-def _sample(document: dict[str, Any], aux: "torch.Tensor", final: "torch.Tensor", argmax: "torch.Tensor") -> Sample:
+def argmax(target: LoadedTarget, final: "torch.Tensor") -> "torch.Tensor":
+    """The target's full-vocabulary argmax, int32 [F] on the CPU, from its post-norm final states [F, H]."""
+    import torch
+
+    best = [target.logits(chunk).max(-1).indices for chunk in final.split(HEAD_ROWS) if len(chunk)]
+    return torch.cat([torch.zeros(0, dtype=torch.long, device=final.device), *best]).to("cpu", torch.int32)
+
+
+def to_sample(document: dict[str, Any], aux: "torch.Tensor", final: "torch.Tensor", argmax: "torch.Tensor") -> Sample:
     tokens = np.asarray(document["tokens"], dtype=np.int32)
     return Sample(
         id=document["id"],
@@ -230,7 +263,7 @@ class _Thread:
         try:
             while batch := self._queue.get():
                 for sample in batch:
-                    _finite(sample)
+                    check_finite(sample)
                     self._store.append(sample)
                 if self._store.place.local or self._store.pending_bytes >= OBJECT_BYTES:
                     self._store.commit()
@@ -261,7 +294,7 @@ class _Thread:
             self._raise()
 
 
-def _finite(sample: Sample) -> None:
+def check_finite(sample: Sample) -> None:
     for name, bits in (("auxiliary", sample.aux), ("final", sample.final)):
         if (bits & 0x7F80 == 0x7F80).any():
             raise EyasError(

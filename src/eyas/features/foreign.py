@@ -22,7 +22,7 @@ import numpy as np
 from eyas.errors import EyasError, UsageError
 from eyas.features.codec import to_bits
 from eyas.features.health import THRESHOLD, implausible
-from eyas.features.store import Damaged, Sample, StoreWriter, mask_of, summary, teacher_positions
+from eyas.features.store import Damaged, Sample, mask_of, summary, teacher_positions
 from eyas.progress import progress
 from eyas.target import read_header
 
@@ -206,22 +206,13 @@ def import_(
     """
     width = target.target.hidden_size
     masks = {tuple(document["tokens"]): document for document in documents or []}
+    from eyas.features.extract import open_writer
+
     bad: list[dict[str, str]] = []
     normed: bool | None = None
     found = files(source)
     with (
-        StoreWriter(
-            path,
-            layers=layers,
-            hidden_size=width,
-            target=target.target.fingerprints,
-            codec=codec,
-            extra={
-                "dtype": str(target.dtype).removeprefix("torch."),
-                "vocab_size": target.target.vocab_size,
-                "source": kind(found[0]),
-            },
-        ) as store,
+        open_writer(path, target, layers, codec, source=kind(found[0])) as store,
         progress("import", len(found), "files") as advance,
     ):
         for number, file in enumerate(found):
@@ -280,20 +271,21 @@ def _finish(
     """
     import torch
 
+    from eyas.features.extract import argmax
+
     at = teacher_positions(mask)
     states = torch.from_numpy(final[at].view(np.int16)).view(torch.bfloat16).to(target.device, target.dtype)  # [F, H]
 
     def reading(after: bool) -> tuple[int, torch.Tensor, np.ndarray]:
         value = states if after else target.body.norm(states)
-        argmax = [target.logits(chunk).max(-1).indices.cpu() for chunk in value.split(1024)] if len(at) else []
-        found = torch.cat([torch.zeros(0, dtype=torch.long), *argmax]).numpy()
+        found = argmax(target, value).numpy()
         return int((found == tokens[at + 1]).sum()), value, found
 
     with torch.inference_mode():
-        hits, value, argmax = reading(normed)
+        hits, value, best = reading(normed)
         if not settled:
             other = reading(not normed)
             if other[0] > hits + 0.05 * len(at):
-                normed, (hits, value, argmax) = not normed, other
+                normed, (hits, value, best) = not normed, other
     bits = value.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint16)
-    return bits, argmax.astype(np.int32), normed if settled or len(at) >= 8 else None
+    return bits, best, normed if settled or len(at) >= 8 else None

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from eyas.errors import EyasError, UsageError
 from eyas.features.codec import to_float
@@ -25,6 +24,7 @@ from eyas.features.store import (
     is_locked,
     load_entries,
     locked,
+    make_entry,
     read_description,
     summary,
     teacher_positions,
@@ -265,22 +265,9 @@ def scan(place: Place, shard: str) -> Iterator[Entry]:
         except Damaged:
             at = _next_start(data, at + ALIGN)
             continue
-        sample = record.sample()
-        teachers = teacher_positions(sample.supervised)
-        yield Entry(
-            id=sample.id,
-            category=sample.category,
-            shard=shard,
-            offset=at,
-            length=record.length,
-            tokens=len(sample.tokens),
-            spans=tuple(int(x) for x in record.spans.reshape(-1)),
-            teachers=len(teachers),
-            hits=int((sample.tokens[teachers + 1] == sample.argmax).sum()),
-            error=float(record.meta["error"]),
-            text=record.meta["text"],
-            checksum=xxhash.xxh3_128_hexdigest(data[at : at + record.head]),
-        )
+        argmax, head = np.frombuffer(record.part("argmax"), "<i4"), data[at : at + record.head]
+        entry = make_entry(record.meta, record.tokens, record.spans, argmax, head, record.length)
+        yield replace(entry, shard=shard, offset=at)
         at = -(-(at + record.length) // ALIGN) * ALIGN
 
 

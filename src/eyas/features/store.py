@@ -148,21 +148,29 @@ def pack(sample: Sample, codec_name: str) -> tuple[list[bytes | memoryview], Ent
     blob = json.dumps(header, separators=(",", ":")).encode()
     blob += b" " * (-(8 + len(blob)) % ALIGN)
     blob = len(blob).to_bytes(8, "little") + blob
-    entry = Entry(
-        id=sample.id,
-        category=sample.category,
+    entry = make_entry(metadata, sample.tokens, spans, sample.argmax, blob, len(blob) + at)
+    return [blob, *(part for _, _, _, part in tensors)], entry
+
+
+def make_entry(
+    meta: dict[str, Any], tokens: np.ndarray, spans: np.ndarray, argmax: np.ndarray, head: Any, length: int
+) -> Entry:
+    """The index row of a record of `length` bytes with this header, shard and offset still open."""
+    at = teacher_positions(mask_of(spans, len(tokens)))
+    return Entry(
+        id=meta["id"],
+        category=meta["category"],
         shard="",
         offset=0,
-        length=len(blob) + at,
-        tokens=length,
-        spans=tuple(int(x) for x in spans.reshape(-1)),
-        teachers=len(sample.argmax),
-        hits=int((sample.tokens[teacher_positions(sample.supervised) + 1] == sample.argmax).sum()),
-        error=error,
-        text=text,
-        checksum=xxhash.xxh3_128_hexdigest(blob),
+        length=length,
+        tokens=len(tokens),
+        spans=tuple(spans.reshape(-1).tolist()),
+        teachers=len(at),
+        hits=int((tokens[at + 1] == argmax).sum()),
+        error=float(meta["error"]),
+        text=meta["text"],
+        checksum=xxhash.xxh3_128_hexdigest(head),
     )
-    return [blob, *(part for _, _, _, part in tensors)], entry
 
 
 def relative_error(true: list[np.ndarray], coded: list[np.ndarray]) -> float:
@@ -250,14 +258,11 @@ class Place:
     """A folder that is local or behind fsspec, with the few verbs a store needs."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = str(path)
-        self.local = "://" not in self.path or self.path.startswith("file://")
-        if self.local:
-            self.folder = Path(self.path.removeprefix("file://"))
-        else:
-            import fsspec
+        import fsspec
 
-            self.fs, self.root = fsspec.core.url_to_fs(self.path, use_listings_cache=False)
+        self.path = str(path)
+        self.fs, self.root = fsspec.core.url_to_fs(self.path, use_listings_cache=False)
+        self.local, self.folder = "file" in self.fs.protocol, Path(self.root)
 
     def __str__(self) -> str:
         return self.path
@@ -279,11 +284,7 @@ class Place:
         return {row["name"].rsplit("/", 1)[-1]: row["size"] for row in rows if row["type"] == "file"}
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        if not self.local:
-            return self.fs.cat_file(f"{self.root}/{name}", start=start, end=end)
-        with open(self.folder / name, "rb") as file:
-            file.seek(start or 0)
-            return file.read(-1 if end is None else end - (start or 0))
+        return self.fs.cat_file(f"{self.root}/{name}", start=start, end=end)
 
     def write(self, name: str, data: bytes) -> None:
         """Whole or not at all, on disk when it returns."""
@@ -295,10 +296,13 @@ class Place:
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            if self.local:
-                (self.folder / name).unlink()
-            else:
-                self.fs.rm_file(f"{self.root}/{name}")
+            self.fs.rm_file(f"{self.root}/{name}")
+
+    def clear(self) -> None:
+        """Remove a store's files, and no others."""
+        for name in self.sizes():
+            if name.startswith(("shard-", "journal-", "store.json", "index.parquet", "manifest.json")):
+                self.remove(name)
 
 
 def read_description(place: Place) -> dict[str, Any]:
@@ -413,6 +417,11 @@ def load_entries(place: Place, problems: Problems | None = None) -> dict[str, En
     return {entry.id: entry for entry in [*index_entries(place, problems), *written]}
 
 
+def held_entries(entries: dict[str, Entry], sizes: dict[str, int]) -> dict[str, Entry]:
+    """Those neither dropped nor beyond their shard's end (a disk that lied, a deleted shard)."""
+    return {e.id: e for e in entries.values() if e.status == "ok" and sizes.get(e.shard, 0) >= e.offset + e.length}
+
+
 def summary(entries: Iterable[Entry]) -> dict[str, Any]:
     """Figures that follow from index rows alone; `self_check` is the share of teacher positions whose argmax is the next token."""
     entries = list(entries)
@@ -486,12 +495,11 @@ class StoreWriter:
         with locked(self.place, "store"):
             self._agree()
             self._files.enter_context(locked(self.place, f"writer-{self.writer}", wait=False))
-        known = [entry for entry in load_entries(self.place).values() if entry.status == "ok"]
+        known = load_entries(self.place)
         sizes = self.place.sizes()
-        # What the index promises but no shard holds (a disk that lied, a deleted shard) counts as not committed,
-        # and nothing is appended to such a shard: new records must not lie where old rows point.
-        self.entries = {e.id: e for e in known if sizes.get(e.shard, 0) >= e.offset + e.length}
-        self._spoilt = {entry.shard for entry in known if entry.id not in self.entries}
+        self.entries = held_entries(known, sizes)
+        # Nothing is appended to a shard that is not what the index says: new records must not lie where old rows point.
+        self._spoilt = {e.shard for e in known.values() if e.status == "ok" and e.id not in self.entries}
         names = [*sizes, *self._spoilt]
         series = re.compile(rf"(?:shard|journal)-{re.escape(self.writer)}-(\d+)\.")
         number = max((int(match[1]) for match in map(series.match, names) if match), default=0)

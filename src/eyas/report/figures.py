@@ -52,7 +52,7 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    return f"{100 * value:.0f} %" if value in (0, 1) or abs(value) >= 0.9995 else f"{100 * value:.3g} %"
+    return f"{100 * value:.3g} %"
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:

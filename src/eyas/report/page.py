@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 from markupsafe import Markup
 
 from eyas import __version__
@@ -56,27 +56,32 @@ def _value(key: str, found: Any) -> str:
 
 def read_run(run: Path) -> Json:
     """Everything the template shows; a stage that has not run leaves its part empty."""
+
+    def read(name: str, empty: Any) -> Any:
+        return words.read_json(run / name, empty)
+
     stages = [_stage(run / name, verb) for name, verb in words.STAGES.items()]
     steps, validations = read_log(run / "train" / "log.jsonl")
-    replay = words.read_json(run / "replay" / "replay.json", {})
-    recipe_file = run / "recipe.yaml"
-    recipe_text = recipe_file.read_text("utf-8", "replace") if recipe_file.exists() else ""
-    provenance = words.read_json(run / "draft" / "eyas.json", {})
+    replay, vocab, summary = (read(name, {}) for name in ("replay/replay.json", "vocab/vocab.json", "summary.json"))
+    recipe = run / "recipe.yaml"
+    recipe_text = recipe.read_text("utf-8", "replace") if recipe.exists() else ""
+    target = re.search(r"^target: *['\"]?([^'\"\n]+)", recipe_text, re.MULTILINE)
     measurements = [
         (name, figures | {"protocol_text": words.protocol_text(figures.get("protocol"))})
         for name in ("replay", "decode", "measure")
-        if (figures := words.read_json(run / name / f"{name}.json", {}))
+        if (figures := read(f"{name}/{name}.json", {}))
     ]
-    protocols = {"replay": replay.get("protocol"), "train": _validation_protocol(validations)}
+    protocols = {"replay": replay.get("protocol")}
+    if validations:
+        protocols["train"] = validations[-1]["validation"].get("protocol")
     for stage in stages:
         stage["figures"] = list(_figures(stage["figures"], protocols.get(stage["name"])))
     return {
         "name": run.resolve().name,
-        "target": _target_name(recipe_text, provenance),
+        "target": Path(target[1]).name if target else "",
         "written": datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z"),
         "version": __version__,
         "stages": stages,
-        "total_seconds": sum(stage["seconds"] for stage in stages),
         "time_figure": _time_figure(stages),
         "replay": replay,
         "protocol": words.protocol_text(replay.get("protocol")),
@@ -85,17 +90,17 @@ def read_run(run: Path) -> Json:
         "acceptance_figures": _acceptance_figures(measurements, replay),
         "worst": [_conversation(entry) for entry in replay.get("worst") or []],
         "training": _training_facts(steps),
-        "training_figures": _training_figures(steps, validations),
+        "training_figures": _training_figures(steps, validations, words.protocol_text(protocols.get("train"))),
         "more_training_figures": _more_training_figures(steps),
-        "vocab": (vocab := words.read_json(run / "vocab" / "vocab.json", {})),
+        "vocab": vocab,
         "vocab_facts": list(_figures({k: v for k, v in vocab.items() if k != "curve"}, _ceiling_protocol(vocab))),
         "vocab_figure": _vocab_figure(vocab),
-        "audit": words.read_json(run / "audit" / "audit.json", {}),
-        "check": words.read_json(run / "check" / "check.json", {}),
-        "preview": [_conversation(entry) for entry in words.read_json(run / "preview.json", [])],
-        "serve": words.read_json(run / "summary.json", {}).get("serve") or {},
-        "draft": words.read_json(run / "summary.json", {}).get("draft"),
-        "provenance": list(_flat(provenance)),
+        "audit": words.read_audit(run),
+        "check": read("check/check.json", {}),
+        "preview": [_conversation(entry) for entry in read("preview.json", [])],
+        "serve": summary.get("serve") or {},
+        "draft": summary.get("draft"),
+        "provenance": list(_flat(read("draft/eyas.json", {}))),
         "recipe": recipe_text,
     }
 
@@ -114,9 +119,8 @@ def read_log(path: Path) -> tuple[list[Json], list[Json]]:
             (validations if "validation" in entry else steps)[int(entry["step"])] = entry
         except (ValueError, KeyError, TypeError):
             if index < len(lines) - 1:
-                raise UsageError(
-                    f"{path}: line {index + 1} is not a JSON object with a step. Remove it or train again."
-                ) from None
+                text = f"{path}: line {index + 1} is not a JSON object with a step. Remove it or train again."
+                raise UsageError(text) from None
     ordered = [steps[step] for step in sorted(steps)]
     for step, entry in validations.items():  # a validation belongs to the epoch of the training step before it
         before = [line["epoch"] for line in ordered if line["step"] <= step and "epoch" in line]
@@ -138,16 +142,12 @@ def _stage(folder: Path, verb: str) -> Json:
 
 def _figures(figures: Mapping[str, Any], protocol: Mapping[str, Any] | str | None) -> Iterator[tuple[str, str, str]]:
     """(label, value, protocol): a tau brings its protocol along, or is withheld."""
-    protocol = figures.get("protocol") or protocol
+    said = words.protocol_text(figures.get("protocol") or protocol)
     for key, found in figures.items():
-        if key == "protocol":
-            continue
-        if "tau" not in key.split("_"):
-            yield words.label(key), words.value(key, found), ""
-        elif said := words.protocol_text(protocol):
-            yield words.label(key), words.value(key, found), said
-        else:
-            yield words.label(key), words.WITHHELD, ""
+        is_tau = "tau" in key.split("_")
+        if key != "protocol":
+            text = words.WITHHELD if is_tau and not said else words.value(key, found)
+            yield words.label(key), text, said if is_tau else ""
 
 
 def _flat(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, str]]:
@@ -158,20 +158,6 @@ def _flat(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
     for key, entry in found.items():
         if key not in plain:
             yield from _flat(entry, f"{prefix}{words.label(key)} · ")
-
-
-def _target_name(recipe_text: str, provenance: Json) -> str:
-    try:
-        recipe = yaml.safe_load(recipe_text)
-    except yaml.YAMLError:
-        recipe = None
-    for source in (recipe, provenance):
-        target = source.get("target") if isinstance(source, dict) else None
-        if isinstance(target, dict):
-            target = target.get("name") or target.get("path") or target.get("model")
-        if isinstance(target, str) and target:
-            return Path(target).name
-    return ""
 
 
 # figures
@@ -200,56 +186,30 @@ def _slots(replay: Json) -> list[Json]:
     """tau as a sum: the target's own token, then what each draft position adds."""
     if not (replay.get("protocol") and replay.get("per_position") and _joint(replay)):
         return []
-    return [{"name": "target’s own", "value": 1.0}] + [
-        {"name": f"draft {position}", "value": share} for position, share in enumerate(replay["per_position"], 1)
-    ]
+    parts = {"target’s own": 1.0} | {f"draft {i}": share for i, share in enumerate(replay["per_position"], 1)}
+    return [{"name": name, "value": share} for name, share in parts.items()]
 
 
 def _acceptance_figures(measurements: list[tuple[str, Json]], replay: Json) -> list[Markup]:
     bars = {name: m["per_position"] for name, m in measurements if m.get("per_position") and m["protocol_text"]}
-    figures = []
-    if bars:
-        longest = max(map(len, bars.values()))
-        joint = all(_joint(m) for name, m in measurements if name in bars)
-        note = "joint prefixes: a draft counts where all before it were accepted; their sum + 1 is tau" if joint else ""
-        figures.append(
-            bar_chart(
-                "Acceptance per position",
-                "draft position",
-                "share of rounds accepted up to here" if joint else "share accepted",
-                [str(position + 1) for position in range(longest)],
-                bars if len(bars) > 1 else {"": next(iter(bars.values()))},
-                note=note,
-            )
-        )
+    joint = all(_joint(m) for name, m in measurements if name in bars)
+    note = "joint prefixes: a draft counts where all before it were accepted; their sum + 1 is tau" if joint else ""
+    y_label = "share of rounds accepted up to here" if joint else "share accepted"
+    positions = [str(position + 1) for position in range(max(map(len, bars.values()), default=0))]
+    bars = bars if len(bars) != 1 else {"": next(iter(bars.values()))}
     categories = {name: c for name, c in (replay.get("by_category") or {}).items() if "tau" in c}
-    if categories and replay.get("protocol"):
-        rows = [
-            Row(name, c.get("low", c["tau"]), c.get("high", c["tau"]), f"{c['tau']:.2f}", c["tau"])
-            for name, c in sorted(categories.items(), key=lambda item: -item[1]["tau"])
-        ]
-        shape = words.protocol_text(replay["protocol"])
-        figures.append(
-            row_chart(
-                "Acceptance length per category",
-                "tau (tokens per round of the target)",
-                rows,
-                note=f"dot: estimate, bar: bootstrap interval; {shape}",
-                start=1.0,
-                y_label="category",
-            )
-        )
+    rows = [
+        Row(name, c.get("low", c["tau"]), c.get("high", c["tau"]), f"{c['tau']:.2f}", c["tau"])
+        for name, c in sorted(categories.items(), key=lambda item: -item[1]["tau"])
+        if replay.get("protocol")
+    ]
+    shape, x_label = words.protocol_text(replay.get("protocol")), "tau (tokens per round of the target)"
+    how = {"note": f"dot: estimate, bar: bootstrap interval; {shape}", "y_label": "category"}
+    figures = [
+        bar_chart("Acceptance per position", "draft position", y_label, positions, bars, note=note),
+        row_chart("Acceptance length per category", x_label, rows, start=1.0, **how),
+    ]
     return [figure for figure in figures if figure]
-
-
-def _validation_protocol(validations: list[Json]) -> Json | None:
-    """The protocol of the trainer's own validation: a teacher-forced chain; it says the rest in its log, if it does."""
-    if not validations:
-        return None
-    last = validations[-1]["validation"]
-    depth = len(last.get("per_position") or last.get("acc") or [])
-    known: Json = {"shape": "chain", "data": "validation split, teacher-forced", "loaded_as": "own"}
-    return known | ({"k": depth} if depth else {}) | {"temperature": 0} | (last.get("protocol") or {})
 
 
 def _line(steps: list[Json], key: str) -> Series:
@@ -257,47 +217,28 @@ def _line(steps: list[Json], key: str) -> Series:
     return smooth(points)
 
 
-def _training_figures(steps: list[Json], validations: list[Json]) -> list[Markup]:
-    depth = max((len(line.get("acc") or []) for line in steps), default=0)
+def _training_figures(steps: list[Json], validations: list[Json], protocol: str) -> list[Markup]:
     accuracy = []
-    for k in range(depth):
+    for k in range(max((len(line.get("acc") or []) for line in steps), default=0)):
         points = [(line["step"], line["acc"][k]) for line in steps if len(line.get("acc") or []) > k]
         accuracy.append(Series(f"step {k}", smooth(points).points))
     by_epoch = all(v["epoch"] is not None for v in validations)
-    trend = [(v["epoch"] if by_epoch else v["step"], v["validation"].get("tau", math.nan)) for v in validations]
-    categories = sorted({name for v in validations for name in v["validation"].get("by_category") or {}})
-    lines = [Series("all", trend, main=bool(categories))] if trend else []
-    lines += [
-        Series(
-            name,
-            [
-                (x, v["validation"]["by_category"][name])
-                for (x, _), v in zip(trend, validations, strict=True)
-                if name in (v["validation"].get("by_category") or {})
-            ],
-        )
-        for name in categories[:7]
-    ]
+    found = [(v["epoch"] if by_epoch else v["step"], v["validation"]) for v in validations]
+    categories = sorted({name for _, validation in found for name in validation.get("by_category") or {}})
+    lines = [Series("all", [(x, validation.get("tau", math.nan)) for x, validation in found], main=bool(categories))]
+    for name in categories[:7]:
+        parts = [(x, validation.get("by_category") or {}) for x, validation in found]
+        lines.append(Series(name, [(x, part[name]) for x, part in parts if name in part]))
+    step, note = "training step", "of the chains still alive; a token outside the draft vocabulary is a miss"
+    shares: Json = {"shares": True, "from_zero": True, "note": note}
+    equal, tau = "share equal to the target’s argmax", "validation tau (tokens per round)"
+    x_label = "epoch" if by_epoch else step
     figures = [
-        line_chart("Loss", "training step", "cross-entropy (nats per token)", [_line(steps, "loss")]) if steps else "",
-        line_chart(
-            "Accuracy per step of the unroll",
-            "training step",
-            "share equal to the target’s argmax",
-            accuracy,
-            shares=True,
-            from_zero=True,
-            note="of the chains still alive; a token outside the draft vocabulary is a miss",
-        ),
-        line_chart(
-            "Acceptance length over training",
-            "epoch" if by_epoch else "training step",
-            "validation tau (tokens per round)",
-            lines,
-            note=words.protocol_text(_validation_protocol(validations)),
-        ),
+        line_chart("Loss", step, "cross-entropy (nats per token)", [_line(steps, "loss")]),
+        line_chart("Accuracy per step of the unroll", step, equal, accuracy, **shares),
+        line_chart("Acceptance length over training", x_label, tau, lines if protocol else [], note=protocol),
     ]
-    return [Markup(figure) for figure in figures if figure]
+    return [figure for figure in figures if figure]
 
 
 def _more_training_figures(steps: list[Json]) -> list[Markup]:
@@ -330,8 +271,8 @@ def _training_facts(steps: list[Json]) -> list[tuple[str, str]]:
         facts.append(("median throughput", f"{words.number(statistics.median(speed))} tokens/s"))
     if wait := column("data_wait"):
         facts.append(("waiting for data, mean", words.value("data_wait", statistics.fmean(wait))))
-    if broken := sum(1 for line in steps if not math.isfinite(line.get("loss") or 0)):
-        facts.append(("steps whose loss is not finite", f"{broken:,}"))
+    if skipped := sum(bool(line.get("skipped")) for line in steps):
+        facts.append(("steps left out (loss or gradient not finite)", f"{skipped:,}"))
     return facts
 
 
@@ -343,21 +284,12 @@ def _ceiling_protocol(vocab: Json) -> Json | str | None:
 
 
 def _vocab_figure(vocab: Json) -> Markup:
-    curve = [(float(x), float(y)) for x, y in vocab.get("curve") or []]
-    if not curve:
-        return Markup("")
-    mark = None
+    curve, mark = [(float(x), float(y)) for x, y in vocab.get("curve") or []], None
     if "size" in vocab and "coverage" in vocab:
         mark = (vocab["size"], vocab["coverage"], f"{vocab['size']:,}: {words.percent(vocab['coverage'])}")
-    return line_chart(
-        "Coverage of the draft vocabulary",
-        "draft vocabulary (tokens)",
-        "share of supervised tokens covered",
-        [Series("", sorted(curve))],
-        shares=True,
-        doubling=True,
-        mark=mark,
-    )
+    title, y_label = "Coverage of the draft vocabulary", "share of supervised tokens covered"
+    how: Json = {"shares": True, "doubling": True, "mark": mark}
+    return line_chart(title, "draft vocabulary (tokens)", y_label, [Series("", sorted(curve))], **how)
 
 
 def _conversation(entry: Json) -> Json:
@@ -371,7 +303,7 @@ def _conversation(entry: Json) -> Json:
         "id": str(entry.get("id", "")),
         "category": entry.get("category") or "",
         "tau": entry.get("tau"),
-        "tokens": [token | _written(str(token.get("text", ""))) for token in shown],
+        "tokens": [token | _written(token.get("text", "")) for token in shown],
         "before": first,
         "after": len(tokens) - first - len(shown),
         "accepted": drafted.count("accepted"),

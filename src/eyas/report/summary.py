@@ -30,7 +30,7 @@ def summary_lines(run: Path) -> RenderableType:
     if speedup is not None and replay.get("speedup_note"):
         expected.append(f"  {replay['speedup_note']}", style="not bold dim")
     table.add_row("speed-up", expected)
-    verdict = words.read_json(run / "audit" / "audit.json", {}).get("verdict")
+    verdict = words.read_audit(run).get("verdict")
     table.add_row("audit", _verdict(verdict.upper(), verdict) if verdict else "not run yet")
     verdicts = words.read_json(run / "check" / "check.json", {}).get("verdicts") or {}
     badges = [

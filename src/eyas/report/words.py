@@ -119,6 +119,17 @@ def _present(found: Any) -> Any:
     return [_present(entry) for entry in found if entry is not None] if isinstance(found, list) else found
 
 
+def read_audit(run: Path) -> dict[str, Any]:
+    """The audit before training. One after it that says NO-GO adds its reasons; a NO-GO that was accepted is told."""
+    before, after = (read_json(run / "audit" / name, {}) for name in ("audit.json", "after.json"))
+    if before and after.get("verdict") == "no-go":
+        reasons = [*before.get("reasons", []), *(f"after training: {reason}" for reason in after.get("reasons", []))]
+        before |= {"verdict": "no-go", "reasons": reasons}
+    if accepted := before.get("accepted"):
+        before["reasons"] = [*before.get("reasons", []), f"Accepted all the same: {accepted}."]
+    return before
+
+
 def continued(command: str) -> str:
     """A shell command with a line for each flag, still one command: breaks only between arguments, each escaped."""
     quoted = r"""'[^']*'|"(?:\\.|[^"\\])*\""""

@@ -8,7 +8,14 @@ them on by one. Each token of the cycle belongs to a class, and its row of the h
 it reads one register, or reads one and lets another veto. So each fault makes its own classes wrong.
 """
 
-from collections.abc import Callable
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +26,7 @@ import numpy as np
 from eyas.draft.config import DraftConfig, rope_parameters
 from eyas.errors import EyasError, UsageError
 from eyas.files import read_json, write_json
-from eyas.serving.contract import ENGINES, Json, serve_command
+from eyas.serving.contract import ENGINES, PROGRAMS, Json, serve_command
 from eyas.serving.export import export
 from eyas.target import TEXT_CONFIG_KEYS, read_target
 
@@ -263,8 +270,8 @@ WIRES = [
     Wire("shift", "the draft reads the token of its own position, not the next one", _other_token(1)),
     Wire("shift", "the draft reads the token after the next", _other_token(-1)),
     Wire("map", "d2t is missing or zeros: draft ids are taken for target ids", _set("d2t", 0)),
-    Wire("head", "nothing is ever right: the head or the MLP was not loaded, d2t holds target ids, or weights are NaN",
-         _set("lm_head.weight", 0)),
+    Wire("head", "nothing is ever right: the head or the MLP was not loaded, d2t holds target ids, or weights are NaN; "
+         "eyas check on the folder that was served tells them apart", _set("lm_head.weight", 0)),
     Wire("embedding", "the draft has another token embedding than the target's", _noise("embed_tokens.weight", 0.02)),
     Wire("layer", "the decoder layer's matrices were not loaded",
          lambda s: [s[name].zero_() for name in s if "_proj" in name]),
@@ -326,6 +333,46 @@ def diagnose(per_position: list[float], layers: list[int]) -> tuple[Wire, float]
     distance = [max(abs(a - b) for a, b in zip(per_position, figure, strict=True)) for _, figure in found]
     best = int(np.argmin(distance))
     return found[best][0], distance[best]
+
+
+@contextmanager
+def serving(said: Json, program: str, log: Path) -> Iterator[str]:
+    """The address of a server that holds the pair which `said` (canary.json) tells of, stopped at the end.
+
+    program: what to start, in the place of the engine's usual program. Raises EyasError when it ends before it answers.
+    """
+    import httpx
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    usual = PROGRAMS.get(said["engine"], "")
+    if not usual:
+        raise UsageError(f"--run: {ENGINES[said['engine']].title} has no server. Give its figures with --measured.")
+    command = [*shlex.split(said["serve"].replace(usual, program, 1)), "--port", str(port)]
+    with open(log, "wb") as output:
+        try:
+            server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        except OSError as error:
+            raise UsageError(f"--run {program!r}: cannot be started ({error}).") from None
+    try:
+        while True:
+            time.sleep(1)
+            if server.poll() is not None:
+                last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+                raise EyasError(f"the server ended before it answered; it said: {last}. All of it is in {log}.")
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+                    break
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)  # its workers too
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
 
 
 def ask(engine: str, url: str, prompt: list[int], new: int = 4 * CYCLE) -> list[float]:
@@ -445,9 +492,11 @@ def write(out: Path, engine: str, like: Json | None = None, dtype: str = "float3
         rms_norm_eps=target.rms_norm_eps,
     )
     export(draft_of(canary), shape, target, Path(out) / "draft", provenance={"canary": layers}, dtype=dtype)
-    said = {"engine": engine, "architecture": target.architecture, "layers": layers, "prompt": canary.cycle[:4]}
+    said: Json = {"engine": engine, "architecture": target.architecture, "layers": layers, "prompt": canary.cycle[:4]}
     said |= {"text": canary.cycle, "right": "every drafted token is accepted"}
     said["serve"] = serve_command(engine, str(folder), str(Path(out) / "draft"), 1 if engine == "llamacpp" else 3)
+    if engine == "vllm":
+        said["serve"] += " --enforce-eager"  # compiling takes longer than everything else
     write_json(Path(out) / "canary.json", said)
     return said
 

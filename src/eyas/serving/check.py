@@ -8,32 +8,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
-from eyas.draft.config import rope_parameters
+from eyas.draft.config import LATENT, DraftConfig, rope_parameters
 from eyas.errors import UsageError
 from eyas.files import inside
 from eyas.serving import contract, names
-from eyas.serving.contract import DROPS, EFFECTS, ENGINES, RAISES, Engine, Json
+from eyas.serving.contract import DROPS, EFFECTS, ENGINES, FLAGSHIP, RAISES, Engine, Json
 from eyas.serving.tensors import FLOATS, StoredTensor, read_file, read_folder
 from eyas.target import Target, read_target
 
 _DEFAULTS = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
+_ANOTHER = {"target_hidden_size": "hidden_size", "num_key_value_heads": "num_attention_heads"}
 _NOT_NULL = (
     "use_cache", "rope_theta", "target_hidden_size", "hidden_size", "vocab_size", "intermediate_size",
     "num_attention_heads", "num_hidden_layers", "rms_norm_eps", "max_position_embeddings",
 )  # fmt: skip
 _WRAPPERS = (
-    "_orig_mod.",
-    "_fsdp_wrapped_module.",
-    "_checkpoint_wrapped_module.",
-    "module.",
-    "base_model.",
-    "draft_model.",
+    "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.", "base_model.", "draft_model.",
     "eagle_module.",
-)
+)  # fmt: skip
 _HARMLESS = ("rotary_emb.", "inv_freq", "verifier_", "mask_hidden")
+_SEVERITIES = ("error", "warn", "info")
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -67,18 +66,20 @@ class Draft:
         """Tensors by internal name, whatever layout or wrapper they are stored under."""
         return {names.from_any(name): tensor for name, tensor in self.tensors.items()}
 
+    def stored(self, *ends: str) -> tuple[str, ...]:
+        """Stored names of the tensors whose internal name ends so."""
+        return tuple(tensor.name for name, tensor in self.internal.items() if name.endswith(ends))
+
     def size(self, name: str) -> int:
         """A size as LlamaConfig reads it: its own default when the key is absent or null."""
         value = self.config.get(name)
-        if value is None and name == "num_hidden_layers":
+        if value is not None:
+            return int(value)
+        if name == "num_hidden_layers":
             return self.layers_stored or 1
-        if value is None and name == "target_hidden_size":
-            return self.size("hidden_size")
-        if value is None and name == "num_key_value_heads":
-            return self.size("num_attention_heads")
-        if value is None and name == "head_dim":
+        if name == "head_dim":
             return self.size("hidden_size") // max(1, self.size("num_attention_heads"))
-        return _DEFAULTS[name] if value is None and name in _DEFAULTS else int(value or 0)
+        return self.size(_ANOTHER[name]) if name in _ANOTHER else _DEFAULTS.get(name, 0)
 
     @property
     def draft_vocab(self) -> int:
@@ -92,12 +93,8 @@ class Draft:
 
     @cached_property
     def layers_stored(self) -> int:
-        numbers = [
-            int(name.split(".")[1])
-            for name in self.internal
-            if name.startswith("layers.") and name.split(".")[1].isdigit()
-        ]
-        return max(numbers, default=-1) + 1
+        numbers = [name.split(".")[1] for name in self.internal if name.startswith("layers.")]
+        return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
 
     @property
     def architecture(self) -> str:
@@ -116,7 +113,7 @@ class Draft:
 
     @cached_property
     def map(self) -> np.ndarray | None:
-        """d2t as int64, or None when absent or not of whole numbers."""
+        """d2t as int64, or None when absent."""
         tensor = self.internal.get("d2t")
         if tensor is None:
             return None
@@ -140,13 +137,13 @@ def check(draft: str | Path, target: str | Path | Target | None, engines: list[s
     known = target if isinstance(target, Target) or target is None else read_target(target)
     found, hits = read_draft(folder)
     if found is not None:
-        hits += _common(found, known)
+        for part in (_files, _config, _vocabulary, _embedding, _flags, _rope):
+            hits += part(found, known)
     verdicts: Json = {}
     for name in engines:
         own = _engine(found, known, ENGINES[name]) if found is not None else iter(())
         findings = [finding for hit in (*hits, *own) if (finding := _finding(hit, ENGINES[name]))]
-        order = {"error": 0, "warn": 1, "info": 2}
-        findings.sort(key=lambda finding: order[finding["severity"]])
+        findings.sort(key=lambda finding: _SEVERITIES.index(finding["severity"]))
         worst = findings[0]["severity"] if findings else "info"
         verdicts[name] = {"verdict": "pass" if worst == "info" else worst, "findings": findings}
     return {"draft": str(folder), "target": str(known.path) if known else None, "verdicts": verdicts}
@@ -170,17 +167,14 @@ def _finding(hit: Hit, engine: Engine) -> Json | None:
 def read_draft(folder: Path) -> tuple[Draft | None, list[Hit]]:
     """(the draft, faults of its files); no draft when there is nothing to judge."""
     tensors, faults = read_folder(folder)
-    hits = [Hit("FILE", f"{_sentence(fault)}", "Copy or save the weights again.") for fault in faults]
-    path = folder / "config.json"
+    hits = [Hit("FILE", _sentence(fault), "Copy or save the weights again.") for fault in faults]
     try:
-        raw = json.loads(path.read_text("utf-8"))
+        raw = json.loads((folder / "config.json").read_text("utf-8"))
         if not isinstance(raw, dict):
             raise ValueError("not an object")
     except OSError:
-        return None, [
-            *hits,
-            Hit("FILE", "config.json is not there.", "Put the config.json of the draft beside the weights."),
-        ]
+        hits.append(Hit("FILE", "config.json is not there.", "Put the config.json of the draft beside the weights."))
+        return None, hits
     except ValueError as error:
         return None, [*hits, Hit("FILE", f"config.json is not valid JSON ({error}).", "Save the config again.")]
     if faults:
@@ -207,16 +201,10 @@ def _sentence(text: str) -> str:
 # ---- conditions of the file, the same for every engine -----------------------------------------------------------------
 
 
-def _common(d: Draft, t: Target | None) -> list[Hit]:
-    hits = [*_files(d), *_config(d, t), *_vocabulary(d, t), *_embedding(d, t), *_flags(d), *_rope(d, t)]
-    return hits
-
-
-def _files(d: Draft) -> Iterator[Hit]:
+def _files(d: Draft, _: Target | None) -> Iterator[Hit]:
     if any(tensor.file.suffix == ".bin" for tensor in d.tensors.values()):
-        yield Hit(
-            "FORMAT_BIN", "The weights are a torch .bin file.", "Export again as safetensors, or eyas check --fix OUT."
-        )
+        fix = "Export again as safetensors, or eyas check --fix OUT."
+        yield Hit("FORMAT_BIN", "The weights are a torch .bin file.", fix)
     bad, zero = [], []
     stored: set[str] = set()
     for name, tensor in d.tensors.items():
@@ -232,9 +220,8 @@ def _files(d: Draft) -> Iterator[Hit]:
     if bad:
         yield Hit("NONFINITE", f"{_list(bad)} holds NaN or infinity.", "Take an earlier checkpoint.", tuple(bad))
     if zero:
-        yield Hit(
-            "ZERO", f"{_list(zero)} is all zeros where sampled.", "Save the draft again and compare.", tuple(zero)
-        )
+        found = f"{_list(zero)} is all zeros where sampled."
+        yield Hit("ZERO", found, "Save the draft again and compare.", tuple(zero))
     declared = d.config.get("dtype") or d.config.get("torch_dtype")
     short = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(str(declared))
     if short and stored and short not in stored:
@@ -244,9 +231,8 @@ def _files(d: Draft) -> Iterator[Hit]:
     for name in d.tensors:
         fillers.setdefault(names.from_any(name), []).append(name)
     for twice in (group for group in fillers.values() if len(group) > 1):
-        yield Hit(
-            "TWICE", f"{' and '.join(twice)} are one and the same tensor of the draft.", "Keep one.", tuple(twice)
-        )
+        found = f"{' and '.join(twice)} are one and the same tensor of the draft."
+        yield Hit("TWICE", found, "Keep one.", tuple(twice))
     if lora := [name for name in d.tensors if "lora_" in name]:
         yield Hit("ADAPTER", f"{_list(lora)}: adapter weights.", "Merge the adapter, then export.", tuple(lora))
 
@@ -254,11 +240,8 @@ def _files(d: Draft) -> Iterator[Hit]:
 def _config(d: Draft, t: Target | None) -> Iterator[Hit]:
     c, raw = d.config, d.raw
     if names.is_speculators(raw):
-        yield Hit(
-            "SPECULATORS",
-            "The config is in the speculators format.",
-            "Export the portable layout: eyas check --fix OUT.",
-        )
+        fix = "Export the portable layout: eyas check --fix OUT."
+        yield Hit("SPECULATORS", "The config is in the speculators format.", fix)
         wanted = ("speculators_model_type", "speculators_config", "transformer_layer_config")
         lacking = [key for key in wanted if not raw.get(key)]
         methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
@@ -268,45 +251,41 @@ def _config(d: Draft, t: Target | None) -> Iterator[Hit]:
         if lacking:
             yield Hit("SPECULATORS_KEYS", f"The speculators config lacks {', '.join(lacking)}.", "Export it again.")
     elif not d.architecture:
-        yield Hit(
-            "ARCH_MISSING", "config.json names no architectures.", f'Write "architectures": ["{contract.FLAGSHIP}"].'
-        )
+        yield Hit("ARCH_MISSING", "config.json names no architectures.", f'Write "architectures": ["{FLAGSHIP}"].')
     if not c.get("model_type"):
         yield Hit("MODEL_TYPE", "config.json has no model_type.", 'Write "model_type": "llama".')
-    nulls = [key for key in _NOT_NULL if key in c and c[key] is None]
-    if names.is_speculators(raw):
-        nulls = [key for key in nulls if key != "target_hidden_size"]
-    if nulls:
+    allowed = "target_hidden_size" if names.is_speculators(raw) else ""
+    if nulls := [key for key in _NOT_NULL if key in c and c[key] is None and key != allowed]:
         yield Hit("NULL", f"config.json has null for {', '.join(nulls)}.", "Give the number, or remove the key.")
     if d.mla:
         yield Hit("MLA", "The draft uses latent attention (MLA).", "Serve it with SGLang or vLLM.")
+        if not c.get("q_lora_rank") or d.size("num_hidden_layers") > 1:
+            yield Hit("MLA_SHAPE", "Latent attention without q_lora_rank, or in several layers.", "Serve it with vLLM.")
+        if str(c.get("model_type")).startswith("deepseek_v3"):
+            yield Hit("MLA_TYPE", f"model_type is {c['model_type']!r}.", 'Write "model_type": "kimi_k2".')
+        if names.flag(c, "norm_before_fc"):
+            yield Hit("MLA_NBFC", "Latent attention and norm_before_fc.", "Train with fc_norm or without.")
     layers = c.get("num_hidden_layers")
     if layers is None:
-        yield Hit(
-            "NHL_MISSING",
-            "config.json has no num_hidden_layers.",
-            f'Write "num_hidden_layers": {d.layers_stored or 1}.',
-        )
+        fix = f'Write "num_hidden_layers": {d.layers_stored or 1}.'
+        yield Hit("NHL_MISSING", "config.json has no num_hidden_layers.", fix)
     elif layers > 1:
-        yield Hit(
-            "LAYERS", f"The draft has {layers} decoder layers.", "Serve it with SGLang or vLLM, or train one layer."
-        )
+        fix = "Serve it with SGLang or vLLM, or train one layer."
+        yield Hit("LAYERS", f"The draft has {layers} decoder layers.", fix)
         for layer in range(1, d.layers_stored):
             pair = [d.internal.get(f"layers.{layer}.{n}.weight") for n in ("input_layernorm", "hidden_norm")]
             if pair[0] and pair[1] and not np.array_equal(pair[0].read(), pair[1].read()):
                 fix = "Serve it in the engine it was trained for, or train with both norms equal."
                 yield Hit("LAYERS_NORM", f"Layer {layer} has two different norms.", fix, (pair[0].name, pair[1].name))
-    heads, hidden = d.size("num_attention_heads"), d.size("hidden_size")
-    if heads <= 0 or hidden % heads or heads % max(1, d.size("num_key_value_heads")):
-        found = (
-            f"hidden_size {hidden}, {heads} heads and {d.size('num_key_value_heads')} key/value heads do not divide."
-        )
+    heads, hidden, few = d.size("num_attention_heads"), d.size("hidden_size"), d.size("num_key_value_heads")
+    if heads <= 0 or hidden % heads or heads % max(1, few):
+        found = f"hidden_size {hidden}, {heads} heads and {few} key/value heads do not divide."
         yield Hit("HEADS", found, "Correct the numbers of heads.")
     if c.get("hidden_act", "silu") != "silu":
         yield Hit("ACT", f"hidden_act is {c['hidden_act']!r}.", "EAGLE-3 drafts use silu.")
     dtype = c.get("dtype") or c.get("torch_dtype")
-    wanted_dtype = str(t.text.get("dtype") or t.text.get("torch_dtype") or t.config.get("dtype")) if t else "bfloat16"
-    if dtype is None or (dtype == "float32" and wanted_dtype == "bfloat16" and t is not None):
+    wanted_dtype = str(t.text.get("dtype") or t.text.get("torch_dtype") or t.config.get("dtype")) if t else ""
+    if dtype is None or (dtype == "float32" and wanted_dtype == "bfloat16"):
         yield Hit("DTYPE", f"config.json says dtype {dtype!r}.", 'Write "dtype" and "torch_dtype": "bfloat16".')
     if c.get("tie_word_embeddings") is True:
         head = "lm_head.weight" in d.internal or d.head_rows < d.size("vocab_size")
@@ -317,17 +296,22 @@ def _config(d: Draft, t: Target | None) -> Iterator[Hit]:
         yield Hit("WINDOW", f"The draft attends through a window of {window}.", "Serve it with the same window.")
     if (c.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
         yield Hit("USE_AUX_FALSE", "eagle_config.use_aux_hidden_state is false.", "Remove it or write true.")
-    if t is None:
-        return
-    if t.vocab_size != d.size("vocab_size"):
-        found = f"vocab_size is {d.size('vocab_size')}, the target's is {t.vocab_size}."
-        larger = d.size("vocab_size") > t.vocab_size
-        yield Hit("VOCAB:larger" if larger else "VOCAB", found, f'Write "vocab_size": {t.vocab_size}.')
-    if "target_hidden_size" in c and c["target_hidden_size"] not in (None, t.hidden_size):
+    if t is not None:
+        yield from _beside(d, t)
+
+
+def _beside(d: Draft, t: Target) -> Iterator[Hit]:
+    """What the config says beside its target's."""
+    c, vocab = d.config, d.size("vocab_size")
+    if t.vocab_size != vocab:
+        key = "VOCAB:larger" if vocab > t.vocab_size else "VOCAB"
+        yield Hit(
+            key, f"vocab_size is {vocab}, the target's is {t.vocab_size}.", f'Write "vocab_size": {t.vocab_size}.'
+        )
+    if c.get("target_hidden_size") not in (None, t.hidden_size):
         found = f"target_hidden_size is {c['target_hidden_size']}, the target's hidden size is {t.hidden_size}."
         yield Hit("SHAPE", found, f'Write "target_hidden_size": {t.hidden_size}, or take the right target.')
-    reach = _reach(c)
-    if reach < t.max_positions:
+    if (reach := _reach(c)) < t.max_positions:
         found = f"The draft's context is {reach} positions, the target's {t.max_positions}."
         yield Hit("MAXPOS", found, f'Write "max_position_embeddings": {t.max_positions}.')
     quant = json.dumps(t.config.get("quantization_config") or t.text.get("quantization_config") or {}).lower()
@@ -335,7 +319,7 @@ def _config(d: Draft, t: Target | None) -> Iterator[Hit]:
         fix = "Train on states of this very target, or fold the inverse rotation into fc and embed_tokens."
         yield Hit("TARGET_ROTATED", "The target's quantisation rotates its residual stream.", fix)
     elif quant != "{}":
-        yield Hit("TARGET_QUANT", "The target is quantised, the draft is not.", None)
+        yield Hit("TARGET_QUANT", "The target is quantised, the draft is not.")
 
 
 def _reach(c: Json) -> int:
@@ -349,41 +333,31 @@ def _reach(c: Json) -> int:
 
 def _vocabulary(d: Draft, t: Target | None) -> Iterator[Hit]:
     c, vocab = d.config, t.vocab_size if t else d.size("vocab_size")
-    rows = d.head_rows
+    write = f'Write "draft_vocab_size": {d.head_rows}.'
     if "draft_vocab_size" not in c:
-        yield Hit("DVOCAB_MISSING", "config.json has no draft_vocab_size.", f'Write "draft_vocab_size": {rows}.')
+        yield Hit("DVOCAB_MISSING", "config.json has no draft_vocab_size.", write)
     elif c["draft_vocab_size"] is None:
-        yield Hit("DVOCAB_NULL", "draft_vocab_size is null.", f'Write "draft_vocab_size": {rows}.')
+        yield Hit("DVOCAB_NULL", "draft_vocab_size is null.", write)
     elif not 0 < d.draft_vocab <= d.size("vocab_size"):
-        found = f"draft_vocab_size is {d.draft_vocab}, vocab_size {d.size('vocab_size')}."
-        yield Hit("DVOCAB_RANGE", found, f'Write "draft_vocab_size": {rows}.')
-    size = d.draft_vocab if c.get("draft_vocab_size") else rows
-    if (
-        "lm_head.weight" not in d.internal
-        and c.get("draft_vocab_size") is not None
-        and not d.config.get("tie_word_embeddings")
-    ):
+        yield Hit("DVOCAB_RANGE", f"draft_vocab_size is {d.draft_vocab}, vocab_size {d.size('vocab_size')}.", write)
+    size = d.draft_vocab if c.get("draft_vocab_size") else d.head_rows
+    own_head = "lm_head.weight" in d.internal or c.get("tie_word_embeddings")
+    if not own_head and c.get("draft_vocab_size") is not None:
         key = "LMHEAD_MISSING:reduced" if size < vocab else "LMHEAD_MISSING"
         yield Hit(key, "There is no lm_head.weight.", "Export the trained head.", ("lm_head.weight",))
     stored = d.internal.get("d2t")
-    if stored is None or d.map is None:
-        if size < vocab:
-            beside = [
-                p.name for p in d.folder.iterdir() if p.name.endswith("_meta.pt") or p.name in ("d2t.npy", "t2d.npy")
-            ]
-            hint = f" ({', '.join(beside)} beside the weights may hold it)" if beside else ""
-            fix = f"Write d2t (int64, offsets) into the weights{hint}."
-            yield Hit("D2T_MISSING", f"The draft knows {size} of {vocab} tokens and has no d2t.", fix, ("d2t",))
-        else:
-            yield Hit(
-                "D2T_WANTED",
-                "The vocabulary is full and there is no d2t.",
-                "eyas export --engine openvino writes zeros.",
-            )
-        return
-    if size == vocab:
-        yield Hit("D2T_EXTRA", "There is a d2t beside a full vocabulary.", "Leave d2t and t2d out.", (stored.name,))
-    yield from _map(d, stored, d.map, size, vocab, t)
+    if stored is not None and d.map is not None:
+        if size == vocab:
+            yield Hit("D2T_EXTRA", "There is a d2t beside a full vocabulary.", "Leave d2t and t2d out.", (stored.name,))
+        yield from _map(d, stored, d.map, size, vocab, t)
+    elif size < vocab:
+        found = [p.name for p in d.folder.iterdir() if p.name.endswith("_meta.pt") or p.name in ("d2t.npy", "t2d.npy")]
+        hint = f" ({', '.join(found)} beside the weights may hold it)" if found else ""
+        fix = f"Write d2t (int64, offsets) into the weights{hint}."
+        yield Hit("D2T_MISSING", f"The draft knows {size} of {vocab} tokens and has no d2t.", fix, ("d2t",))
+    else:
+        fix = "eyas export --engine openvino writes zeros."
+        yield Hit("D2T_WANTED", "The vocabulary is full and there is no d2t.", fix)
 
 
 def _map(d: Draft, stored: StoredTensor, offsets: np.ndarray, size: int, vocab: int, t: Target | None) -> Iterator[Hit]:
@@ -407,12 +381,8 @@ def _map(d: Draft, stored: StoredTensor, offsets: np.ndarray, size: int, vocab: 
     by_mask = chosen is not None and not agrees and np.array_equal(chosen, offsets)
     arange = len(offsets) > 2 and np.array_equal(offsets, places) and not agrees
     if by_mask or arange or (rising and outside):
-        yield Hit(
-            "D2T_ABSOLUTE" if outside else "D2T_ABSOLUTE:inside",
-            "d2t holds target ids, not offsets.",
-            "Write d2t[i] = target id - i.",
-            here,
-        )
+        key = "D2T_ABSOLUTE" if outside else "D2T_ABSOLUTE:inside"
+        yield Hit(key, "d2t holds target ids, not offsets.", "Write d2t[i] = target id - i.", here)
         return
     if outside:
         bad = int(ids.max() if ids.max() >= vocab else ids.min())
@@ -422,19 +392,14 @@ def _map(d: Draft, stored: StoredTensor, offsets: np.ndarray, size: int, vocab: 
     elif (np.diff(ids) <= 0).any():
         yield Hit("D2T_FORM:order", "d2t is not in ascending order, so its rows and t2d's do not match.", fix, here)
     elif size < vocab and np.array_equal(ids, places):
-        yield Hit(
-            "D2T_PREFIX",
-            f"d2t is zeros: the map is the first {size} ids of {vocab}.",
-            "Build the map from counts.",
-            here,
-        )
+        found = f"d2t is zeros: the map is the first {size} ids of {vocab}."
+        yield Hit("D2T_PREFIX", found, "Build the map from counts.", here)
     if mask is not None and chosen is not None and not agrees and not outside:
         found = f"t2d marks {len(chosen)} tokens of {mask.count}, other ones than d2t leads to."
         yield Hit("D2T_T2D", found, "Rebuild t2d from d2t, if d2t is the map the head was trained with.", (mask.name,))
     if t is not None and t.eos_ids and not outside and not np.isin(t.eos_ids, ids).any():
-        yield Hit(
-            "EOS", f"No end token ({t.eos_ids}) is in the draft vocabulary.", "Rebuild the vocabulary with it.", here
-        )
+        found = f"No end token ({t.eos_ids}) is in the draft vocabulary."
+        yield Hit("EOS", found, "Rebuild the vocabulary with it.", here)
 
 
 def _embedding(d: Draft, t: Target | None) -> Iterator[Hit]:
@@ -463,9 +428,8 @@ def _embedding(d: Draft, t: Target | None) -> Iterator[Hit]:
         return
     other = np.stack([theirs.floats(int(row) * hidden, hidden) for row in rows])
     if np.allclose(mine, other, rtol=2**-7, atol=1e-8):
-        yield Hit(
-            "EMBED_SAME", f"embed_tokens ({own.bytes / 1e6:,.0f} MB) equals the target's.", "Leave it out.", (own.name,)
-        )
+        found = f"embed_tokens ({own.bytes / 1e6:,.0f} MB) equals the target's."
+        yield Hit("EMBED_SAME", found, "Leave it out.", (own.name,))
         return
     length = np.linalg.norm(mine, axis=1) * np.linalg.norm(other, axis=1)
     cosine = float(((mine * other).sum(1) / np.maximum(length, 1e-12)).mean())
@@ -473,13 +437,13 @@ def _embedding(d: Draft, t: Target | None) -> Iterator[Hit]:
     if cosine < 0.9:
         yield Hit("EMBED_RANDOM", found, "Leave it out, unless it was trained from scratch.", (own.name,))
     else:
-        yield Hit(
-            "EMBED_OWN", found, "Serve it where it is kept, or train with the target's embedding frozen.", (own.name,)
-        )
+        fix = "Serve it where it is kept, or train with the target's embedding frozen."
+        yield Hit("EMBED_OWN", found, fix, (own.name,))
 
 
-def _flags(d: Draft) -> Iterator[Hit]:
+def _flags(d: Draft, _: Target | None) -> Iterator[Hit]:
     c = d.config
+    fc_norm = bool(c.get("fc_norm") or c.get("use_aux_norm"))
     if c.get("norm_before_residual"):
         by = " (the speculators default)" if "norm_before_residual" not in d.raw else ""
         yield Hit("NBR", f"norm_before_residual is true{by}.", "Train with norm_before_residual false for this engine.")
@@ -487,82 +451,64 @@ def _flags(d: Draft) -> Iterator[Hit]:
         yield Hit("NBFC", "norm_before_fc is true.", "Train without it for this engine.")
         if not c.get("norm_before_fc"):
             yield Hit("NBFC_PLACE", "norm_before_fc stands in eagle_config only.", "Write it at the top level as well.")
-    if c.get("fc_norm") or c.get("use_aux_norm"):
+    if fc_norm:
         yield Hit("FCNORM", "fc_norm is on.", "Train without it for this engine.")
     if c.get("use_aux_norm") or any("aux_norm_" in name for name in d.tensors):
-        yield Hit(
-            "FCNORM:name", "The norms are named use_aux_norm, aux_norm_*.", "Name them fc_norm, fc_norm.0.weight ..."
-        )
+        found = "The norms are named use_aux_norm, aux_norm_*."
+        yield Hit("FCNORM:name", found, "Name them fc_norm, fc_norm.0.weight ...")
     if c.get("norm_output"):
         yield Hit("NORMOUT", "norm_output is true.", "Train without it for this engine.")
-    switched = {
-        "input_norm.": names.flag(c, "norm_before_fc"),
-        "fc_norm.": bool(c.get("fc_norm") or c.get("use_aux_norm")),
-    }
-    for prefix, on in switched.items():
-        if (stray := [tensor.name for n, tensor in d.internal.items() if n.startswith(prefix)]) and not on:
-            flag = "norm_before_fc" if prefix == "input_norm." else "fc_norm"
-            yield Hit(
-                "FLAG_TENSOR" if prefix == "input_norm." else "FLAG_TENSOR:fc_norm",
-                f"{_list(stray)} is stored while {flag} is off.",
-                f'Write "{flag}": true.',
-                tuple(stray),
-            )
-    if bias := [x.name for n, x in d.internal.items() if n.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))]:
-        yield Hit("QKV_BIAS", "The attention has biases.", "Train without attention_bias for this engine.", tuple(bias))
+    for prefix, flag, on in (
+        ("input_norm.", "norm_before_fc", names.flag(c, "norm_before_fc")),
+        ("fc_norm.", "fc_norm", fc_norm),
+    ):
+        stray = tuple(tensor.name for name, tensor in d.internal.items() if name.startswith(prefix))
+        if stray and not on:
+            key = "FLAG_TENSOR" if flag == "norm_before_fc" else "FLAG_TENSOR:fc_norm"
+            yield Hit(key, f"{_list(stray)} is stored while {flag} is off.", f'Write "{flag}": true.', stray)
+    if bias := d.stored("q_proj.bias", "k_proj.bias", "v_proj.bias"):
+        yield Hit("QKV_BIAS", "The attention has biases.", "Train without attention_bias for this engine.", bias)
         if not c.get("attention_bias"):
-            yield Hit(
-                "QKV_BIAS:flag",
-                "Biases are stored while attention_bias is off.",
-                'Write "attention_bias": true.',
-                tuple(bias),
-            )
+            found = "Biases are stored while attention_bias is off."
+            yield Hit("QKV_BIAS:flag", found, 'Write "attention_bias": true.', bias)
     if "fc.bias" in d.internal:
         key = "FC_BIAS:flag" if c.get("bias") else "FC_BIAS"
         yield Hit(key, "There is an fc.bias.", "Train fc without bias.", (d.internal["fc.bias"].name,))
-    if c.get("model_type") != "qwen3" and "Qwen3" not in d.architecture:
-        key = "QK_NORM"
-        if norms := [x.name for n, x in d.internal.items() if n.endswith(("q_norm.weight", "k_norm.weight"))]:
-            yield Hit(
-                key,
-                "The attention normalises queries and keys.",
-                "Serve it with vLLM as Eagle3Qwen3ForCausalLM.",
-                tuple(norms),
-            )
+    qwen3 = c.get("model_type") == "qwen3" or "Qwen3" in d.architecture
+    if not qwen3 and (norms := d.stored("q_norm.weight", "k_norm.weight")):
+        fix = "Serve it with vLLM as Eagle3Qwen3ForCausalLM."
+        yield Hit("QK_NORM", "The attention normalises queries and keys.", fix, norms)
 
 
 def _rope(d: Draft, t: Target | None) -> Iterator[Hit]:
     c = d.config
-    parameters = c.get("rope_parameters")
-    parameters = parameters if isinstance(parameters, dict) else {}
+    parameters, scaling = (
+        c[key] if isinstance(c.get(key), dict) else {} for key in ("rope_parameters", "rope_scaling")
+    )
     if any(isinstance(value, dict) for value in parameters.values()):
         yield Hit("ROPE_NESTED", "rope_parameters holds one set per attention type.", "Write one flat set.")
-    scaling = c.get("rope_scaling") if isinstance(c.get("rope_scaling"), dict) else {}
-    if "mrope_section" in parameters or "mrope_section" in (scaling or {}):
+    if "mrope_section" in parameters or "mrope_section" in scaling:
         if not d.architecture.lower().endswith("vlforcausallm"):
-            yield Hit(
-                "MROPE", "The draft's RoPE has an mrope_section.", "Remove it: a text draft has one row of positions."
-            )
+            fix = "Remove it: a text draft has one row of positions."
+            yield Hit("MROPE", "The draft's RoPE has an mrope_section.", fix)
     elif parameters.get("rope_type", "default") != "default" and not scaling:
-        yield Hit(
-            "ROPE_SCHEMA", "Scaled RoPE stands in rope_parameters only.", "Write rope_scaling too for older releases."
-        )
+        fix = "Write rope_scaling too for older releases."
+        yield Hit("ROPE_SCHEMA", "Scaled RoPE stands in rope_parameters only.", fix)
     if t is None or d.mla:
         return
     trained = (d.eyas.get("draft") or {}).get("rope_parameters")
     theirs, mine = _plain_rope(rope_parameters(t.text)), _plain_rope(rope_parameters(c))
     if trained is not None and _plain_rope(trained) == mine:
         return
-    stated = any("rope_theta" in source for source in (c, parameters, scaling or {}))
+    stated = any("rope_theta" in source for source in (c, parameters, scaling))
     if not stated and theirs.get("rope_theta") != 10000.0:
         fix = f"Write rope_theta {theirs.get('rope_theta')} if the draft was trained with it."
         yield Hit("ROPE_MISSING", "config.json has no rope_theta.", fix)
     elif mine != theirs:
         keys = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
         told = ", ".join(f"{key} {mine.get(key)} (target {theirs.get(key)})" for key in keys)
-        yield Hit(
-            "ROPE", f"RoPE differs from the target's: {told}.", "Make the config say what the draft was trained with."
-        )
+        fix = "Make the config say what the draft was trained with."
+        yield Hit("ROPE", f"RoPE differs from the target's: {told}.", fix)
 
 
 def _plain_rope(rope: Json) -> Json:
@@ -587,28 +533,27 @@ def _engine(d: Draft, t: Target | None, engine: Engine) -> Iterator[Hit]:
 
 
 def _architecture(d: Draft, engine: Engine) -> Iterator[Hit]:
-    arch = d.architecture
-    if not arch or not engine.architectures or (names.is_speculators(d.raw) and not engine.speculators):
+    arch, speculators = d.architecture, names.is_speculators(d.raw)
+    if not arch or not engine.architectures or (speculators and not engine.speculators):
         return  # reported for every engine already, or taken whatever it says
     accepted = set(engine.architectures) | (contract.SPECULATORS if engine.speculators else set())
     if engine.name == "vllm":
         accepted |= contract.QWEN3 | contract.MLA
     if engine.name == "sglang" and d.mla:
         accepted = {"Eagle3DeepseekV2ForCausalLM"}
-    if names.is_speculators(d.raw):
-        accepted |= contract.SPECULATORS
     if arch not in accepted:
-        write = "Eagle3DeepseekV2ForCausalLM" if d.mla else contract.FLAGSHIP
+        write = "Eagle3DeepseekV2ForCausalLM" if d.mla else FLAGSHIP
         yield Hit("ARCH", f"architectures is [{arch!r}].", f'Write "architectures": ["{write}"].')
 
 
 def places(d: Draft, t: Target | None, engine: Engine) -> Shapes:
     """Internal name -> shape of every parameter that the engine builds from this config, optional ones included."""
-    c, hidden, wide = d.config, d.size("hidden_size"), d.size("target_hidden_size")
-    heads, head = d.size("num_attention_heads"), d.size("head_dim")
-    key_value, inner = d.size("num_key_value_heads"), d.size("intermediate_size")
-    aux = num_aux(d, engine)
-    bias = bool(c.get("attention_bias")) and engine.name in ("vllm", "trtllm")
+    c, hidden, wide, aux = d.config, d.size("hidden_size"), d.size("target_hidden_size"), num_aux(d, engine)
+    sizes: Any = SimpleNamespace(
+        **{key: d.size(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")},
+        **{key: int(c.get(key) or 0) for key in LATENT},
+        qk_norm=engine.name == "vllm" and (c.get("model_type") == "qwen3" or "Qwen3ForCausalLM" in d.architecture),
+    )
     shapes: Shapes = {
         "embed_tokens.weight": (d.size("vocab_size"), hidden),
         "fc.weight": (hidden, aux * wide),
@@ -617,56 +562,27 @@ def places(d: Draft, t: Target | None, engine: Engine) -> Shapes:
     }
     if engine.name == "sglang" and c.get("tie_word_embeddings") is True:
         del shapes["lm_head.weight"]
-    vocab = t.vocab_size if t else d.size("vocab_size")
-    if engine.name != "vllm" or d.draft_vocab != vocab:
+    if engine.name != "vllm" or d.draft_vocab != (t.vocab_size if t else d.size("vocab_size")):
         shapes["d2t"] = (d.draft_vocab,)
-    nested = bool((c.get("eagle_config") or {}).get("norm_before_fc"))
-    if {"either": c.get("norm_before_fc") or nested, "top": c.get("norm_before_fc"), "nested": nested}.get(
-        engine.norm_before_fc
-    ):
+    top, nested = (bool(keys.get("norm_before_fc")) for keys in (c, c.get("eagle_config") or {}))
+    if {"either": top or nested, "top": top, "nested": nested}.get(engine.norm_before_fc):
         shapes["input_norm.weight"] = (aux * wide,)
     if engine.fc_norm and (c.get("fc_norm") or (c.get("use_aux_norm") and engine.name == "sglang")):
         shapes |= {f"fc_norm.{i}.weight": (wide,) for i in range(aux)}
     if engine.name in ("sglang", "trtllm") and c.get("bias"):
         shapes["fc.bias"] = (hidden,)
+    bias = not d.mla and bool(c.get("attention_bias")) and engine.name in ("vllm", "trtllm")
+    out_bias = not d.mla and engine.name in ("sglang", "vllm") and (c.get("attention_bias") or c.get("bias"))
     for layer in range(d.size("num_hidden_layers")):
-        at, width = f"layers.{layer}.", hidden * (2 if layer == 0 else 1)
+        at, inner = f"layers.{layer}.", d.size("intermediate_size")
         shapes |= {f"{at}{n}.weight": (hidden,) for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
-        if d.mla:
-            shapes |= _latent(c, at, heads, hidden, width)
-        else:
-            rows = {"q_proj": heads * head, "k_proj": key_value * head, "v_proj": key_value * head}
-            for part, count in rows.items():
-                shapes[f"{at}self_attn.{part}.weight"] = (count, width)
-                if bias:
-                    shapes[f"{at}self_attn.{part}.bias"] = (count,)
-            shapes[f"{at}self_attn.o_proj.weight"] = (hidden, heads * head)
-            if bias or (engine.name in ("sglang", "vllm") and (c.get("attention_bias") or c.get("bias"))):
-                shapes[f"{at}self_attn.o_proj.bias"] = (hidden,)
-            if engine.name == "vllm" and (c.get("model_type") == "qwen3" or "Qwen3ForCausalLM" in d.architecture):
-                shapes |= {f"{at}self_attn.{n}.weight": (head,) for n in ("q_norm", "k_norm")}
+        attention = DraftConfig.attention_shapes(sizes, hidden * (2 if layer == 0 else 1))
+        shapes |= {f"{at}self_attn.{name}.weight": shape for name, shape in attention.items()}
+        biased = ("q_proj", "k_proj", "v_proj", "o_proj") if bias else ("o_proj",) if out_bias else ()
+        shapes |= {f"{at}self_attn.{name}.bias": attention[name][:1] for name in biased}
         shapes |= {f"{at}mlp.{n}_proj.weight": (inner, hidden) for n in ("gate", "up")}
         shapes[f"{at}mlp.down_proj.weight"] = (hidden, inner)
     return shapes
-
-
-def _latent(c: Json, at: str, heads: int, hidden: int, width: int) -> Shapes:
-    low, key_value = c.get("q_lora_rank"), int(c.get("kv_lora_rank") or 0)
-    nope, rope, value = (int(c.get(k) or 0) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    at += "self_attn."
-    queries: Shapes = {f"{at}q_proj.weight": (heads * (nope + rope), width)}
-    if low:
-        queries = {
-            f"{at}q_a_proj.weight": (low, width),
-            f"{at}q_a_layernorm.weight": (low,),
-            f"{at}q_b_proj.weight": (heads * (nope + rope), low),
-        }
-    return queries | {
-        f"{at}kv_a_proj_with_mqa.weight": (key_value + rope, width),
-        f"{at}kv_a_layernorm.weight": (key_value,),
-        f"{at}kv_b_proj.weight": (heads * (nope + value), key_value),
-        f"{at}o_proj.weight": (hidden, heads * value),
-    }
 
 
 def num_aux(d: Draft, engine: Engine) -> int:
@@ -692,8 +608,7 @@ def _names(d: Draft, t: Target | None, engine: Engine) -> Iterator[Hit]:
     known, filled = set(shapes), set()
     groups: dict[str, list[str]] = {}
     for name, tensor in d.tensors.items():
-        inner = names.from_any(name)
-        put = contract.place(engine, name, known)
+        inner, put = names.from_any(name), contract.place(engine, name, known)
         if engine.name == "sglang" and d.mla and name.startswith("model."):
             put = DROPS
         if put not in (RAISES, DROPS):
@@ -701,23 +616,22 @@ def _names(d: Draft, t: Target | None, engine: Engine) -> Iterator[Hit]:
             if put in shapes and put != "d2t" and tensor.shape != shapes[put]:
                 yield _shape(name, put, tensor, shapes[put])
             continue
-        if inner.endswith((".bias", "q_norm.weight", "k_norm.weight")) or "lora_" in name or _own_rule(name, inner):
-            filled.add(inner)
+        filled.add(inner)  # its absence is this finding, not another
+        if name in ("d2t", "t2d") or inner.startswith(("input_norm.", "fc_norm.")) or "lora_" in name:
+            continue  # these have rules of their own
+        if inner.endswith((".bias", "q_norm.weight", "k_norm.weight")):
             continue
+        key = "NAME_UNKNOWN:dropped" if inner in known else "NAME_UNKNOWN:junk"
+        key = "NAME_UNKNOWN" if put == RAISES else key
         if inner not in known and any(word in name for word in _HARMLESS):
-            key = "NAME_UNKNOWN" if put == RAISES else "NAME_UNKNOWN:harmless"
+            key = key.replace("junk", "harmless")
         elif any(word in name for word in _WRAPPERS):
             key = "NAME_WRAPPER"
-        elif name.startswith("model."):
-            key = "NAME_MODEL_PREFIX" if put == RAISES or engine.name == "trtllm" else "NAME_UNKNOWN:dropped"
-        elif engine.name == "openvino" and inner in known:
+        elif name.startswith("model.") and (put == RAISES or engine.name == "trtllm"):
+            key = "NAME_MODEL_PREFIX"
+        elif engine.name == "openvino" and inner in known and not name.startswith("model."):
             key = "NAME_LAYERS"
-        else:
-            key = "NAME_UNKNOWN" if put == RAISES else "NAME_UNKNOWN:dropped"
-        groups.setdefault(key if inner in known or key != "NAME_UNKNOWN:dropped" else "NAME_UNKNOWN:junk", []).append(
-            name
-        )
-        filled.add(inner)  # its absence is this finding, not another
+        groups.setdefault(key, []).append(name)
     for key, found in groups.items():
         fix = "eyas check --fix OUT renames them." if all(names.from_any(n) in known for n in found) else "Remove them."
         severity = {"NAME_UNKNOWN:junk": "warn", "NAME_UNKNOWN:harmless": "info"}.get(key)
@@ -726,62 +640,41 @@ def _names(d: Draft, t: Target | None, engine: Engine) -> Iterator[Hit]:
     yield from _missing(d, shapes, filled, engine)
 
 
-def _own_rule(name: str, inner: str) -> bool:
-    return name in ("d2t", "t2d") or inner.startswith(("input_norm.", "fc_norm."))
-
-
 def _shape(name: str, put: str, tensor: StoredTensor, expected: tuple[int, ...]) -> Hit:
-    found = f"{name} is {list(tensor.shape)}, the config means {list(expected)}."
+    shape, key, fix = tensor.shape, "SHAPE", "Correct the sizes in config.json."
     if put == "lm_head.weight":
-        return Hit(
-            "LMHEAD_SHAPE", found, f'Write "draft_vocab_size": {tensor.shape[0]}, if d2t has as many entries.', (name,)
-        )
-    if put == "embed_tokens.weight":
-        same_width = tensor.shape[1:] == expected[1:]
-        key = (
-            ("EMBED_SHAPE:rows" if tensor.shape[0] > expected[0] else "EMBED_SHAPE:few")
-            if same_width
-            else "EMBED_SHAPE"
-        )
-        return Hit(key, found, "Write the vocab_size and hidden_size of the embedding, or leave it out.", (name,))
-    if put == "fc.weight":
-        return Hit("NAUX_KEYS", found, 'Write "num_aux_hidden_states" and the layer ids.', (name,))
-    if put.endswith("_proj.weight") and len(tensor.shape) == 2:
+        key, fix = "LMHEAD_SHAPE", f'Write "draft_vocab_size": {shape[0]}, if d2t has as many entries.'
+    elif put == "embed_tokens.weight":
+        key, fix = "EMBED_SHAPE", "Write the vocab_size and hidden_size of the embedding, or leave it out."
+        if shape[1:] == expected[1:]:
+            key += ":rows" if shape[0] > expected[0] else ":few"
+    elif put == "fc.weight":
+        key, fix = "NAUX_KEYS", 'Write "num_aux_hidden_states" and the layer ids.'
+    elif put.endswith("_proj.weight") and len(shape) == 2:
         split = 1 if put.endswith(("o_proj.weight", "down_proj.weight")) else 0  # the side that is split over GPUs
-        if tensor.shape[1 - split] == expected[1 - split]:
+        if shape[1 - split] == expected[1 - split]:
             grows = split or "mlp." in put
-            key = "SHAPE:part" if tensor.shape[split] > expected[split] else "SHAPE:pad" if grows else "SHAPE"
-            return Hit(key, found, "Correct heads, head_dim and intermediate_size in config.json.", (name,))
-    return Hit("SHAPE", found, "Correct the sizes in config.json.", (name,))
+            key = "SHAPE:part" if shape[split] > expected[split] else "SHAPE:pad" if grows else "SHAPE"
+            fix = "Correct heads, head_dim and intermediate_size in config.json."
+    return Hit(key, f"{name} is {list(shape)}, the config means {list(expected)}.", fix, (name,))
 
 
 def _missing(d: Draft, shapes: Shapes, filled: set[str], engine: Engine) -> Iterator[Hit]:
     optional = {"embed_tokens.weight", "lm_head.weight", "d2t"}
+    if engine.name == "vllm" and (d.config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        optional.add("fc.weight")
     unused = {"input_layernorm", "hidden_norm"} - {engine.later_norm}  # of layers beyond the first
-    lost = [
+    lost = {
         name
         for name in shapes.keys() - filled - optional
         if (name.startswith("layers.0.") or not unused.intersection(name.split(".")))
         and not (engine.zero_bias and name.endswith(".bias"))
-    ]
-    if engine.name == "vllm" and (c := d.config.get("eagle_config")) and c.get("use_aux_hidden_state") is False:
-        lost = [name for name in lost if name != "fc.weight"]
-    norms = sorted(name for name in lost if name.endswith(("norm.weight", "layernorm.weight")) or "fc_norm" in name)
-    weights = sorted(set(lost) - set(norms))
-    if weights:
-        yield Hit(
-            "MISSING",
-            f"There is no {_list(weights)}.",
-            "Export the draft again; these tensors were lost.",
-            tuple(weights),
-        )
-    if norms:
-        yield Hit(
-            "MISSING:norm",
-            f"There is no {_list(norms)}.",
-            "Export the draft again; these tensors were lost.",
-            tuple(norms),
-        )
+    }
+    norms = {name for name in lost if name.endswith(("norm.weight", "layernorm.weight")) or "fc_norm" in name}
+    for key, group in (("MISSING", sorted(lost - norms)), ("MISSING:norm", sorted(norms))):
+        if group:
+            fix = "Export the draft again; these tensors were lost."
+            yield Hit(key, f"There is no {_list(group)}.", fix, tuple(group))
 
 
 def _layers(d: Draft, t: Target | None, engine: Engine) -> Iterator[Hit]:
@@ -791,54 +684,42 @@ def _layers(d: Draft, t: Target | None, engine: Engine) -> Iterator[Hit]:
         yield Hit("NAUX", f"The draft reads {count} auxiliary layers.", "Train on three, or choose another engine.")
         return
     if count * d.size("target_hidden_size") == d.size("hidden_size"):
-        yield Hit(
-            "NAUX_BYPASS", f"fc has {count} auxiliary layer(s), as wide as the draft itself.", "Train on three layers."
-        )
+        found = f"fc has {count} auxiliary layer(s), as wide as the draft itself."
+        yield Hit("NAUX_BYPASS", found, "Train on three layers.")
     if top and len(top) != 3 and not c.get("num_aux_hidden_states") and not nested and engine.name == "sglang":
         found = f"{len(top)} top-level layer ids and no num_aux_hidden_states."
         yield Hit("NAUX_KEYS", found, f'Write "num_aux_hidden_states": {len(top)}.')
     listed = nested if engine.name == "sglang" else top
-    if (
-        listed
-        and list(listed) != sorted(set(listed))
-        and not (t and nested == contract.nested_ids(sorted(set(contract.physical_from_nested(listed, t))), t))
-    ):
-        yield Hit(
-            "AUX_ORDER",
-            f"The layer ids {listed} are not ascending, each once.",
-            "Write them ascending; fc's blocks follow.",
-        )
+    rotated = t and listed and nested == contract.nested_ids(contract.physical_from_nested(listed, t), t)
+    if listed and list(listed) != sorted(set(listed)) and not rotated:
+        found = f"The layer ids {listed} are not ascending, each once."
+        yield Hit("AUX_ORDER", found, "Write them ascending; fc's blocks follow.")
     if t is None:
         return
     meant, why = _meant(d, t)
     layers = contract.captured(engine, c, t)
-    told = "" if meant is None else f"The draft was trained on out{tuple(meant)} ({why})"
     if isinstance(layers, str):
-        yield Hit(
-            "AUX_LAST", f"Layers, by this config: {why}.", "Train on layers that it can capture.", (), None, layers
-        )
+        fix = "Train on layers that it can capture."
+        yield Hit("AUX_LAST", f"Layers, by this config: {why}.", fix, happens=layers)
     elif meant is None:
-        yield Hit("AUX_CONV", f"{_sentence(why)}", "Correct the wrong one: top-level id = nested id + 1.")
+        yield Hit("AUX_CONV", _sentence(why), "Correct the wrong one: top-level id = nested id + 1.")
     elif len(layers) != count:
         found = f"fc was made for {count} layers, the target gives out{tuple(layers)}."
         yield Hit("AUX_COUNT", found, "Write the ids of the layers it was trained on, in both places.")
     elif layers != meant:
-        found = f"{told}, here it gets out{tuple(layers)}."
-        both = "Write both: eagle_config.eagle_aux_hidden_state_layer_ids and, one higher, the top-level key."
+        fix = "Write both: eagle_config.eagle_aux_hidden_state_layer_ids and, one higher, the top-level key."
         if engine.name in ("openvino", "trtllm"):
-            yield Hit("AUX_RUNTIME", found, "Set the layers where the engine lets you, or train on its layers.")
+            key, fix = "AUX_RUNTIME", "Set the layers where the engine lets you, or train on its layers."
         elif d.eyas.get("aux_layers"):
-            yield Hit("AUX_OTHER", found, both)
+            key = "AUX_OTHER"
         elif nested and not top:
-            yield Hit("AUX_KEY" if engine.name == "vllm" else "AUX_KEY:ignored", found, both)
+            key = "AUX_KEY" if engine.name == "vllm" else "AUX_KEY:ignored"
         else:
-            yield Hit("AUX_KEY2" if engine.name == "sglang" else "AUX_OTHER", found, both)
+            key = "AUX_KEY2" if engine.name == "sglang" else "AUX_OTHER"
+        yield Hit(key, f"The draft was trained on out{tuple(meant)} ({why}), here it gets out{tuple(layers)}.", fix)
     if nested and not top and engine.name == "vllm" and meant != contract.usual_layers(t.num_layers):
-        yield Hit(
-            "AUX_KEY:v2",
-            f"The layer ids {nested} stand in eagle_config only.",
-            "Write the top-level key too, one higher.",
-        )
+        found = f"The layer ids {nested} stand in eagle_config only."
+        yield Hit("AUX_KEY:v2", found, "Write the top-level key too, one higher.")
     deepseek = t.architecture.startswith(contract._SGLANG_DEEPSEEK)
     if engine.name == "sglang" and nested and not top and deepseek and nested[0] != 1 and not d.eyas.get("aux_layers"):
         yield Hit("AUX_DS", f"The layer ids {nested} on {t.architecture}.", "Make sure that they were meant so.")
@@ -851,5 +732,5 @@ def _meant(d: Draft, t: Target) -> tuple[list[int] | None, str]:
     return names.intended_layers(d.config, t)
 
 
-def _list(found: list[str]) -> str:
+def _list(found: "list[str] | tuple[str, ...]") -> str:
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")

@@ -92,21 +92,20 @@ ENGINES: dict[str, Engine] = {
 ALL = ("sglang", "vllm", "llamacpp", "openvino")  # what "all" means; "trtllm" was never run and must be named
 
 
+PROGRAMS = {"sglang": "python -m sglang.launch_server", "vllm": "vllm serve", "llamacpp": "llama-server"}
+
+
 def serve_command(engine: str, target: str, draft: str, k: int) -> str:
-    """The command that serves a target with its draft, K tokens a round; llama.cpp and OpenVINO convert both first."""
+    """The command that serves a target with its draft, K tokens a round (llama.cpp: both converted); "" without server."""
     speculative = json.dumps({"method": "eagle3", "model": draft, "num_speculative_tokens": k})
-    return {
-        "sglang": (
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
-            f"--speculative-draft-model-path {draft} --speculative-num-steps {k} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {k + 1}"
-        ),
-        "vllm": f"vllm serve {target} --speculative-config '{speculative}'",
-        "llamacpp": (
-            f"llama-server -m {target}.gguf -md {draft}.gguf --spec-type draft-eagle3 --spec-draft-n-max {k} "
-            "--spec-draft-p-min 0"
-        ),
-    }.get(engine, "")
+    arguments = {
+        "sglang": f"--model-path {target} --speculative-algorithm EAGLE3 --speculative-draft-model-path {draft} "
+        f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}",
+        "vllm": f"{target} --speculative-config '{speculative}'",
+        "llamacpp": f"-m {target}.gguf -md {draft}.gguf --spec-type draft-eagle3 --spec-draft-n-max {k} "
+        "--spec-draft-p-min 0",
+    }
+    return f"{PROGRAMS[engine]} {arguments[engine]}" if engine in arguments else ""
 
 
 # ---- auxiliary layers ------------------------------------------------------------------------------------------------
@@ -268,350 +267,217 @@ def place(engine: Engine, name: str, places: set[str]) -> str:
 
 # ---- what a fault does -------------------------------------------------------------------------------------------------
 
-# rule -> engine -> (severity, outcome, what will happen). No entry: nothing happens in that engine.
-# outcome: "raises" at load, "raises late" at the first token, "random" weights, "drops", "replaced", "differs", "harmless"
-Effect = tuple[str, str, str]
+# The columns: rule | engines ("all", or by name, which overrides it) | severity and outcome | what will happen there.
+# A rule says nothing of an engine that it does not name: nothing happens there. Outcomes: "raises" at load, "raises late"
+# at the first token, "random" weights, "drops", "replaced", "differs", "harmless".
 _LOST = "acceptance falls to about 1.0, with no message"
 _PAST = "an index error (on a GPU an assertion of the device) as soon as it is drafted"
+_TABLE = """
+# files
+FILE | all | error raises | the draft cannot be loaded
+FORMAT_BIN | sglang vllm | info harmless | loads it; safetensors starts faster and cannot run code
+  | llamacpp | info harmless | the converter reads it
+NONFINITE | all | error differs | loads it; {lost}
+ZERO | all | warn differs | loads it; a weight of zeros usually means that saving lost it
+DTYPE_STORED | all | info harmless | casts to the dtype it serves in
+# the config
+ARCH | sglang | error raises | ValueError: 'is not a registered model'
+  | vllm | error raises | no EAGLE-3 class of that name: ValueError
+  | llamacpp | error raises | the converter does not take it for an EAGLE-3 draft and fails
+  | openvino | error raises | the exporter does not take it for an EAGLE-3 draft
+ARCH_MISSING | all | error raises | no architecture, so no class to load: raises at start
+MODEL_TYPE | sglang vllm openvino | error raises | AutoConfig finds no model_type: ValueError
+SPECULATORS | sglang openvino trtllm | error raises | has no reader for the speculators format: ValueError
+SPECULATORS_KEYS | vllm | error raises | KeyError or ValueError while it reads the config
+MLA | llamacpp openvino | error raises | knows no draft with latent attention
+MLA_SHAPE | sglang | error raises | ValueError: its class for latent attention takes q_lora_rank and one layer
+MLA_TYPE | vllm | error raises | takes it for DeepSeek's MTP module: 'Eagle3DeepSeekMTPModel' is not supported
+MLA_NBFC | sglang | error drops | its class for latent attention has no norm before fc and skips it with a warning
+  | vllm | error raises | its class for latent attention has no norm before fc: ValueError
+DVOCAB_MISSING | sglang | error raises | AttributeError: no attribute 'draft_vocab_size'
+  | vllm | info harmless | takes vocab_size
+  | llamacpp | error raises | the converter does not take it for an EAGLE-3 draft
+  | openvino | error raises | the exporter needs it
+  | trtllm | warn differs | takes vocab_size, with a warning
+DVOCAB_NULL | sglang | warn replaced | replaces the draft's head and embedding by the target's, unchecked
+  | vllm | info harmless | takes vocab_size
+  | openvino | error raises | the exporter needs a number
+DVOCAB_RANGE | all | error raises | a draft vocabulary must lie in 1..vocab_size
+VOCAB | sglang trtllm | warn differs | replaces the embedding by the target's; the sizes are not checked
+  | vllm | error raises late | scatters its logits over too few ids: an index error as soon as it is drafted
+  | llamacpp | warn harmless | takes the vocabulary from the target
+  | openvino | error raises | the shared embedding has another shape
+VOCAB:larger | sglang trtllm | warn differs | replaces the embedding by the target's; the sizes are not checked
+  | vllm | warn harmless | serves it; ids beyond the target's are never drafted
+  | llamacpp | warn harmless | takes the vocabulary from the target
+  | openvino | error raises | the shared embedding has another shape
+NULL | sglang vllm openvino trtllm | error raises | TypeError or a config validation error
+NHL_MISSING | all | error random | builds 32 layers (LlamaConfig's default) and fills what it finds; {lost}
+  | llamacpp | error raises | the converter does not take it for an EAGLE-3 draft
+LAYERS | llamacpp openvino | error raises | serves drafts of one decoder layer only
+LAYERS_NORM | sglang trtllm | warn differs | normalises layers beyond the first with hidden_norm, never input_layernorm
+  | vllm | warn differs | normalises layers beyond the first with input_layernorm, never hidden_norm
+HEADS | sglang vllm openvino | error raises | config validation: hidden_size must be a multiple of num_attention_heads
+ACT | sglang vllm | error raises | ValueError: unsupported activation, only silu
+  | llamacpp | error differs | computes SiLU whatever the config says; {lost}
+MAXPOS | sglang | error raises | ValueError at start (context length), unless SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1
+  | vllm | warn differs | past that position the whole batch may lose acceptance
+  | llamacpp | warn differs | clips the draft's context; nothing is drafted beyond it
+  | openvino | warn differs | positions beyond it were never seen
+DTYPE | sglang | warn differs | '--dtype auto' serves it in float16 beside a bfloat16 target
+  | trtllm | error raises | torch_dtype is required
+TIE | sglang | error replaced | its head becomes the target's embedding; {lost}, or ids out of range
+  | vllm | warn harmless | ignores the flag and keeps the draft's own head
+  | openvino | warn harmless | forces the flag to false
+# vocabulary map
+D2T_FORM | all | error differs | the map leads to wrong or absent tokens
+  | llamacpp | error raises | the converter checks range and uniqueness: ValueError
+D2T_FORM:range | all | error raises late | drafts a token that does not exist: {past}
+  | llamacpp | error raises | the converter checks range and uniqueness: ValueError
+  | openvino trtllm | error differs | drafts a token that does not exist; {lost}
+D2T_FORM:length | all | error raises | asserts that the map has one entry per output row
+  | sglang | error raises late | drafts a token past the end of the map: {past}
+  | openvino trtllm | error differs | the map does not cover the draft vocabulary
+D2T_FORM:dtype | all | warn harmless | casts it, or the ids it gives, to whole numbers
+  | llamacpp | warn harmless | the converter rounds it to whole numbers
+  | openvino trtllm | error differs | indexes with a float, which fails or leads astray
+D2T_FORM:config | all | error differs | sizes the map by the config, not by the file
+  | vllm | error raises | asserts that the map has draft_vocab_size entries
+  | llamacpp | info harmless | takes the sizes of the file
+D2T_FORM:order | all | error differs | pairs row i with token i + d2t[i]; training pairs them in order
+D2T_ABSOLUTE | all | error raises late | adds the draft id once more: {past}
+  | llamacpp | error raises | the converter checks the range of the absolute ids: ValueError
+  | openvino trtllm | error differs | adds the draft id once more; {lost}
+D2T_ABSOLUTE:inside | all | error differs | adds the draft id once more; {lost}
+  | llamacpp | error raises | the converter checks that the absolute ids are unique and in range: ValueError
+D2T_T2D | all | warn harmless | reads d2t only; t2d and d2t contradict each other, one is stale
+D2T_MISSING | all | error differs | takes draft ids for target ids; {lost}
+  | llamacpp | error raises | the number of output rows is not the vocabulary's: fails at load
+  | openvino | error random | uses uninitialised memory as the map; 5-15 % of the acceptance is left
+D2T_PREFIX | all | error differs | drafts only the first ids of the vocabulary; text needs the others
+D2T_EXTRA | vllm | error raises | ValueError: no parameter for a map beside a full vocabulary
+D2T_WANTED | openvino | error random | without d2t, even of zeros, uninitialised memory is the map; 5-15 % is left
+EOS | all | info differs | the draft can never propose the end of an answer; one round more for each
+# head and embedding
+LMHEAD_MISSING | all | warn replaced | uses the target's head
+  | sglang openvino | error random | leaves the head uninitialised; {lost}
+LMHEAD_MISSING:reduced | all | error replaced | uses the first rows of the target's head, which are other tokens; {lost}
+  | sglang openvino | error random | leaves the head uninitialised; {lost}
+  | llamacpp | error raises | asserts that the map has one entry per output row
+EMBED_OWN | all | warn replaced | replaces it by the target's: whatever was trained into it is lost
+  | vllm llamacpp | info harmless | keeps the draft's own
+EMBED_RANDOM | all | info replaced | replaces it by the target's, so nothing is lost here
+  | vllm llamacpp | error differs | keeps it; {lost}
+EMBED_SAME | all | info harmless | would use the target's anyway: the copy only costs disk
+EMBED_MISSING_NARROW | all | error random | has no embedding of the draft's width; {lost}
+# names and tensors
+NAME_UNKNOWN:dropped | sglang | error drops | drops it without a word
+  | vllm trtllm | warn drops | drops it without a word
+  | openvino | error drops | drops it with a warning among many
+NAME_LAYERS | openvino | error random | knows midlayer.* only and leaves the layer random; {lost}
+NAME_MODEL_PREFIX | vllm | error raises | ValueError: adds 'model.' itself, so 'model.model...' is unknown
+  | llamacpp | error raises | the converter raises: 'Can not map tensor'
+  | trtllm | error drops | adds 'model.' itself
+NAME_WRAPPER | sglang trtllm | error drops | drops every tensor with such a prefix; {lost}
+  | vllm | error raises | ValueError: 'There is no module or parameter named ...'
+  | llamacpp | error raises | the converter raises: 'Can not map tensor'
+  | openvino | error random | leaves these weights random; {lost}
+NOT_A_DRAFT | all | error raises | nothing here is an EAGLE-3 draft
+NAME_UNKNOWN | vllm | error raises | ValueError: 'There is no module or parameter named ...'
+  | llamacpp | error raises | the converter raises: 'Can not map tensor'
+MISSING | all | error random | leaves it uninitialised; {lost}
+  | llamacpp | error raises | fails at load: missing tensor
+  | openvino | error random | leaves it random, with a warning among many; {lost}
+MISSING:norm | all | error differs | leaves the norm at ones; acceptance falls, with no message
+  | llamacpp | error raises | fails at load: missing tensor
+  | openvino | error differs | leaves the norm at ones, with a warning among many
+LMHEAD_SHAPE | all | error raises | the shape is asserted at load
+  | llamacpp | info harmless | takes the rows of the file
+EMBED_SHAPE | all | error raises | the shape is asserted at load
+EMBED_SHAPE:few | all | error raises | the shape is asserted at load
+  | llamacpp | error differs | loads it unchecked; tokens past its rows have no embedding
+EMBED_SHAPE:rows | all | error raises | the shape is asserted at load
+  | llamacpp | warn harmless | the converter cuts it to the target's vocabulary
+SHAPE | all | error raises | the shape is asserted at load
+SHAPE:part | all | error raises | the shape is asserted at load
+  | sglang vllm | error differs | takes the first part of it, with no message; {lost}
+SHAPE:pad | all | error raises | the shape is asserted at load
+  | sglang | error differs | fills it up with zeros, with no message; {lost}
+TWICE | all | warn differs | two stored tensors fill one place; the last one read wins
+ADAPTER | all | error drops | adapters are not applied; merge them into the weights
+# flags
+NBR | sglang openvino trtllm | error differs | ignores norm_before_residual; acceptance falls
+NBFC_PLACE | llamacpp | error raises | reads norm_before_fc at the top level only: input_norm is unexpected
+NBFC | openvino | error drops | exports it without input_norm, with a warning among many; acceptance falls
+FCNORM | llamacpp | error raises | knows no fc_norm: 'Can not map tensor'
+  | openvino | error drops | exports it without fc_norm, with a warning among many; acceptance falls
+FCNORM:name | vllm | error raises | knows fc_norm only, not use_aux_norm or aux_norm_*: ValueError
+NORMOUT | llamacpp openvino | error differs | ignores norm_output: only the first position stays right
+FLAG_TENSOR | all | error drops | drops the norm's tensor, since its flag is off; acceptance falls
+  | llamacpp | error raises | has no place for the norm's tensor while its flag is off: fails at load
+FLAG_TENSOR:fc_norm | all | error drops | drops the norm's tensor, since its flag is off; acceptance falls
+  | vllm | error raises | ValueError: 'There is no module or parameter named fc_norm'
+  | llamacpp | error raises | the converter raises: 'Can not map tensor'
+QKV_BIAS | sglang | error drops | builds q, k and v without bias and drops the tensors
+  | llamacpp | error raises | has no place for biases: fails at load
+  | openvino | error drops | drops the biases
+QKV_BIAS:flag | vllm | error drops | drops the biases unless attention_bias is true
+FC_BIAS | all | error drops | drops fc.bias, since bias is not true
+  | llamacpp | error raises | the converter raises: 'Can not map tensor'
+FC_BIAS:flag | vllm openvino | error drops | drops fc.bias
+  | llamacpp | error raises | the converter raises: 'Can not map tensor'
+QK_NORM | sglang | error drops | drops q_norm and k_norm without a word; acceptance falls
+  | vllm | error raises | the Llama class has no q_norm: ValueError (Eagle3Qwen3ForCausalLM has)
+  | llamacpp | error raises | the converter raises: 'Can not map tensor'
+  | openvino | error drops | drops q_norm and k_norm
+WINDOW | sglang | warn differs | ignores it; give --speculative-draft-window-size
+  | llamacpp openvino | warn differs | attends without a window
+# auxiliary layers
+NAUX | llamacpp openvino | error raises | takes exactly three auxiliary layers
+NAUX_BYPASS | sglang trtllm | error drops | skips fc, since its input is as wide as the draft; {lost}
+NAUX_KEYS | all | error raises | sizes fc for another number of layers than the checkpoint's
+AUX_KEY2 | sglang | error differs | ignores top-level ids and captures its default layers; {lost}
+AUX_KEY:ignored | llamacpp | error differs | ignores nested ids and captures its default layers; {lost}
+AUX_CONV | all | error differs | one of the two numberings must be wrong for it
+AUX_DS | sglang | info harmless | reads nested ids that do not begin with 1 as layer inputs on this target, in(v)
+AUX_COUNT | all | error raises late | fc gets another number of states than it was built for
+AUX_OTHER | all | error differs | captures other layers than the draft was trained on; acceptance falls
+AUX_RUNTIME | openvino | warn differs | never reads a draft's layers and captures one layer later than everybody else; acceptance falls. Its hidden_layers_list property (C++ only) sets them, or train on its layers
+  | trtllm | warn differs | never reads a draft's layers: set eagle3_layers_to_capture
+AUX_KEY | all | warn differs | captures other layers than another engine does from this same file
+AUX_KEY:v2 | vllm | warn differs | its GPU (V2) runner reads the top-level key only, and uses its defaults
+AUX_LAST | all | error raises late | cannot capture these layers
+AUX_ORDER | sglang vllm | warn differs | concatenates in ascending order, each layer once, whatever the list says
+  | llamacpp | warn differs | concatenates in the order of the list
+USE_AUX_FALSE | sglang | error drops | captures no auxiliary states and skips fc
+  | vllm | error drops | drops fc (V1), or raises (V2)
+  | llamacpp openvino | error differs | feeds auxiliary states anyway
+TARGET_ARCH | all | error raises | cannot take auxiliary states from this target
+TARGET_QUANT | sglang | info differs | a --quantization given for the target is applied to the draft too: add --speculative-draft-model-quantization unquant
+TARGET_ROTATED | all | warn differs | feeds rotated states, which a draft of the plain model cannot read
+# RoPE
+ROPE | all | warn differs | rotates as the draft's config says; wrong unless it was trained so
+ROPE_MISSING | all | warn differs | rotates with base 10000; wrong unless it was trained so
+ROPE_SCHEMA | all | info harmless | reads rope_parameters; releases before Transformers 5 read rope_scaling only
+ROPE_NESTED | all | warn differs | may not understand one set of RoPE parameters per attention type
+MROPE | vllm | error raises | sees mrope_section, expects three rows of positions and fails
+"""
+Effect = tuple[str, str, str]
 
 
-def _everywhere(severity: str, outcome: str, text: str) -> dict[str, Effect]:
-    return dict.fromkeys(ENGINES, (severity, outcome, text))
+def _effects(table: str) -> dict[str, dict[str, Effect]]:
+    """rule -> engine -> (severity, outcome, what will happen)."""
+    found: dict[str, dict[str, Effect]] = {}
+    rule = ""
+    for line in table.strip().splitlines():
+        if line.startswith("#"):
+            continue
+        name, engines, kind, happens = (part.strip() for part in line.split("|"))
+        rule = name or rule
+        severity, outcome = kind.split(" ", 1)
+        for engine in ENGINES if engines == "all" else engines.split():
+            found.setdefault(rule, {})[engine] = severity, outcome, happens.format(lost=_LOST, past=_PAST)
+    return found
 
 
-EFFECTS: dict[str, dict[str, Effect]] = {
-    # files
-    "FILE": _everywhere("error", "raises", "the draft cannot be loaded"),
-    "FORMAT_BIN": {
-        "llamacpp": ("info", "harmless", "the converter reads it"),
-        "sglang": ("info", "harmless", "loads it; safetensors starts faster and cannot run code"),
-        "vllm": ("info", "harmless", "loads it; safetensors starts faster and cannot run code"),
-    },
-    "NONFINITE": _everywhere("error", "differs", f"loads it; {_LOST}"),
-    "ZERO": _everywhere("warn", "differs", "loads it; a weight of zeros usually means that saving lost it"),
-    "DTYPE_STORED": _everywhere("info", "harmless", "casts to the dtype it serves in"),
-    # the config
-    "ARCH": {
-        "sglang": ("error", "raises", "ValueError: 'is not a registered model'"),
-        "vllm": ("error", "raises", "no EAGLE-3 class of that name: ValueError"),
-        "llamacpp": ("error", "raises", "the converter does not take it for an EAGLE-3 draft and fails"),
-        "openvino": ("error", "raises", "the exporter does not take it for an EAGLE-3 draft"),
-    },
-    "ARCH_MISSING": _everywhere("error", "raises", "no architecture, so no class to load: raises at start"),
-    "MODEL_TYPE": {
-        "sglang": ("error", "raises", "AutoConfig finds no model_type: ValueError"),
-        "vllm": ("error", "raises", "AutoConfig finds no model_type: validation error"),
-        "openvino": ("error", "raises", "AutoConfig finds no model_type: ValueError"),
-    },
-    "SPECULATORS": {
-        "sglang": ("error", "raises", "has no reader for the speculators format: ValueError at start"),
-        "openvino": ("error", "raises", "the exporter has no reader for the speculators format"),
-        "trtllm": ("error", "raises", "has no reader for the speculators format"),
-    },
-    "SPECULATORS_KEYS": {"vllm": ("error", "raises", "KeyError or ValueError while it reads the config")},
-    "MLA": {
-        "llamacpp": ("error", "raises", "knows no draft with latent attention"),
-        "openvino": ("error", "raises", "knows no draft with latent attention"),
-    },
-    "DVOCAB_MISSING": {
-        "sglang": ("error", "raises", "AttributeError: no attribute 'draft_vocab_size'"),
-        "vllm": ("info", "harmless", "takes vocab_size"),
-        "llamacpp": ("error", "raises", "the converter does not take it for an EAGLE-3 draft"),
-        "openvino": ("error", "raises", "the exporter needs it"),
-        "trtllm": ("warn", "differs", "takes vocab_size, with a warning"),
-    },
-    "DVOCAB_NULL": {
-        "sglang": ("warn", "replaced", "replaces the draft's head and embedding by the target's, unchecked"),
-        "vllm": ("info", "harmless", "takes vocab_size"),
-        "openvino": ("error", "raises", "the exporter needs a number"),
-    },
-    "DVOCAB_RANGE": _everywhere("error", "raises", "a draft vocabulary must lie in 1..vocab_size"),
-    "VOCAB": {
-        "sglang": ("warn", "differs", "replaces the embedding by the target's; ids past the draft's size are not checked"),
-        "vllm": ("error", "raises", "the width of the draft's logits differs from the target's"),
-        "llamacpp": ("warn", "harmless", "takes the vocabulary from the target"),
-        "openvino": ("error", "raises", "the shared embedding has another shape"),
-        "trtllm": ("warn", "differs", "not verified"),
-    },
-    "VOCAB:larger": {
-        "sglang": ("warn", "differs", "replaces the embedding by the target's; the sizes are not checked"),
-        "vllm": ("warn", "harmless", "serves it; ids beyond the target's are never drafted"),
-        "llamacpp": ("warn", "harmless", "takes the vocabulary from the target"),
-        "openvino": ("error", "raises", "the shared embedding has another shape"),
-        "trtllm": ("warn", "differs", "not verified"),
-    },
-    "NULL": {
-        "sglang": ("error", "raises", "TypeError or a config validation error at start"),
-        "vllm": ("error", "raises", "TypeError or a config validation error at start"),
-        "openvino": ("error", "raises", "config validation error at export"),
-        "trtllm": ("error", "raises", "TypeError at start"),
-    },
-    "NHL_MISSING": {
-        "sglang": ("error", "random", f"builds 32 layers (LlamaConfig's default) and fills what it finds; {_LOST}"),
-        "vllm": ("error", "random", f"builds 32 layers (LlamaConfig's default) and fills what it finds; {_LOST}"),
-        "llamacpp": ("error", "raises", "the converter does not take it for an EAGLE-3 draft"),
-        "openvino": ("error", "random", f"builds 32 layers; {_LOST}"),
-        "trtllm": ("error", "random", "builds 32 layers"),
-    },
-    "LAYERS": {
-        "llamacpp": ("error", "raises", "serves drafts of one decoder layer only"),
-        "openvino": ("error", "raises", "serves drafts of one decoder layer only"),
-    },
-    "LAYERS_NORM": {
-        "sglang": ("warn", "differs", "normalises layers beyond the first with hidden_norm, never input_layernorm"),
-        "vllm": ("warn", "differs", "normalises layers beyond the first with input_layernorm, never hidden_norm"),
-        "trtllm": ("warn", "differs", "normalises layers beyond the first with hidden_norm"),
-    },
-    "HEADS": {
-        "sglang": ("error", "raises", "config validation: hidden_size must be a multiple of num_attention_heads"),
-        "vllm": ("error", "raises", "config validation: hidden_size must be a multiple of num_attention_heads"),
-        "openvino": ("error", "raises", "config validation: hidden_size must be a multiple of num_attention_heads"),
-    },
-    "ACT": {
-        "sglang": ("error", "raises", "ValueError: unsupported activation, only silu"),
-        "vllm": ("error", "raises", "ValueError: unsupported activation, only silu"),
-        "llamacpp": ("error", "differs", f"computes SiLU whatever the config says; {_LOST}"),
-    },
-    "MAXPOS": {
-        "sglang": (
-            "error", "raises",
-            "ValueError at start (context length), unless SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1",
-        ),
-        "vllm": ("warn", "differs", "past that position the whole batch may lose acceptance"),
-        "llamacpp": ("warn", "differs", "clips the draft's context; nothing is drafted beyond it"),
-        "openvino": ("warn", "differs", "positions beyond it were never seen"),
-    },
-    "DTYPE": {
-        "sglang": ("warn", "differs", "'--dtype auto' serves it in float16 beside a bfloat16 target"),
-        "trtllm": ("error", "raises", "torch_dtype is required"),
-    },
-    "TIE": {
-        "sglang": ("error", "replaced", f"its head becomes the target's embedding; {_LOST}, or ids out of range"),
-        "vllm": ("warn", "harmless", "ignores the flag and keeps the draft's own head"),
-        "openvino": ("warn", "harmless", "forces the flag to false"),
-    },
-    # vocabulary map
-    "D2T_FORM": _everywhere("error", "differs", "the map leads to wrong or absent tokens")
-    | {"llamacpp": ("error", "raises", "the converter checks range and uniqueness: ValueError")},
-    "D2T_FORM:range": _everywhere("error", "differs", f"drafts a token that does not exist; {_LOST}")
-    | dict.fromkeys(("sglang", "vllm"), ("error", "raises late", f"drafts a token that does not exist: {_PAST}"))
-    | {"llamacpp": ("error", "raises", "the converter checks range and uniqueness: ValueError")},
-    "D2T_FORM:length": _everywhere("error", "differs", "the map does not cover the draft vocabulary")
-    | {"sglang": ("error", "raises late", f"drafts a token past the end of the map: {_PAST}")}
-    | dict.fromkeys(("vllm", "llamacpp"), ("error", "raises", "asserts that the map has one entry per output row")),
-    "D2T_FORM:dtype": _everywhere("error", "differs", "indexes with a float, which fails or leads astray")
-    | dict.fromkeys(("sglang", "vllm"), ("warn", "harmless", "casts it, or the ids it gives, to whole numbers"))
-    | {"llamacpp": ("warn", "harmless", "the converter rounds it to whole numbers")},
-    "D2T_FORM:config": _everywhere("error", "differs", "sizes the map by the config, not by the file")
-    | {"vllm": ("error", "raises", "asserts that the map has draft_vocab_size entries")}
-    | {"llamacpp": ("info", "harmless", "takes the sizes of the file")},
-    "D2T_FORM:order": _everywhere("error", "differs", "pairs row i with token i + d2t[i]; training pairs them in order"),
-    "D2T_ABSOLUTE": _everywhere("error", "differs", f"adds the draft id once more; {_LOST}")
-    | dict.fromkeys(("sglang", "vllm"), ("error", "raises late", f"adds the draft id once more: {_PAST}"))
-    | {"llamacpp": ("error", "raises", "the converter checks the range of the absolute ids: ValueError")},
-    "D2T_ABSOLUTE:inside": _everywhere("error", "differs", f"adds the draft id once more; {_LOST}")
-    | {"llamacpp": ("error", "raises", "the converter checks that the absolute ids are unique and in range: ValueError")},
-    "D2T_T2D": _everywhere("warn", "harmless", "reads d2t only; t2d and d2t contradict each other, one is stale"),
-    "D2T_MISSING": {
-        "sglang": ("error", "differs", f"takes draft ids for target ids; {_LOST}"),
-        "vllm": ("error", "differs", f"takes draft ids for target ids; {_LOST} (1.03 of 4)"),
-        "llamacpp": ("error", "raises", "the number of output rows is not the vocabulary's: fails at load"),
-        "openvino": ("error", "random", "uses uninitialised memory as the map; 5-15 % of the acceptance is left"),
-        "trtllm": ("error", "differs", f"takes draft ids for target ids; {_LOST}"),
-    },
-    "D2T_PREFIX": _everywhere("error", "differs", "drafts only the first ids of the vocabulary; text needs the others"),
-    "D2T_EXTRA": {"vllm": ("error", "raises", "ValueError: no parameter for a map beside a full vocabulary")},
-    "D2T_WANTED": {
-        "openvino": ("error", "random", "without d2t, even of zeros, uninitialised memory is the map; 5-15 % is left"),
-    },
-    "EOS": _everywhere("info", "differs", "the draft can never propose the end of an answer; one round more for each"),
-    # head and embedding
-    "LMHEAD_MISSING": {
-        "sglang": ("error", "random", f"leaves the head uninitialised; {_LOST}"),
-        "vllm": ("warn", "replaced", "uses the target's head"),
-        "llamacpp": ("warn", "replaced", "uses the target's head"),
-        "openvino": ("error", "random", f"leaves the head random; {_LOST}"),
-        "trtllm": ("warn", "replaced", "uses the target's head"),
-    },
-    "LMHEAD_MISSING:reduced": {
-        "sglang": ("error", "random", f"leaves the head uninitialised; {_LOST}"),
-        "vllm": ("error", "replaced", f"uses the first rows of the target's head, which are other tokens; {_LOST}"),
-        "llamacpp": ("error", "raises", "asserts that the map has one entry per output row"),
-        "openvino": ("error", "random", f"leaves the head random; {_LOST}"),
-        "trtllm": ("error", "replaced", f"uses the target's head; {_LOST}"),
-    },
-    "EMBED_OWN": {
-        "sglang": ("warn", "replaced", "replaces it by the target's: whatever was trained into it is lost"),
-        "vllm": ("info", "harmless", "keeps the draft's own"),
-        "llamacpp": ("info", "harmless", "keeps the draft's own"),
-        "openvino": ("warn", "replaced", "replaces it by the target's"),
-        "trtllm": ("warn", "replaced", "replaces it by the target's"),
-    },
-    "EMBED_RANDOM": {
-        "sglang": ("info", "replaced", "replaces it by the target's, so nothing is lost here"),
-        "vllm": ("error", "differs", f"keeps it; {_LOST}"),
-        "llamacpp": ("error", "differs", f"keeps it; {_LOST}"),
-        "openvino": ("info", "replaced", "replaces it by the target's, so nothing is lost here"),
-        "trtllm": ("info", "replaced", "replaces it by the target's"),
-    },
-    "EMBED_SAME": _everywhere("info", "harmless", "would use the target's anyway: the copy only costs disk"),
-    "EMBED_MISSING_NARROW": _everywhere("error", "random", f"has no embedding of the draft's width; {_LOST}"),
-    # names and tensors
-    "NAME_UNKNOWN:dropped": {
-        "sglang": ("error", "drops", "drops it without a word"),
-        "vllm": ("warn", "drops", "drops it without a word"),
-        "openvino": ("error", "drops", "drops it with a warning among many"),
-        "trtllm": ("warn", "drops", "not verified: probably drops it"),
-    },
-    "NAME_LAYERS": {"openvino": ("error", "random", f"knows midlayer.* only and leaves the layer random; {_LOST}")},
-    "NAME_MODEL_PREFIX": {
-        "vllm": ("error", "raises", "ValueError: adds 'model.' itself, so 'model.model...' is unknown"),
-        "llamacpp": ("error", "raises", "the converter raises: 'Can not map tensor'"),
-        "trtllm": ("error", "drops", "adds 'model.' itself"),
-    },
-    "NAME_WRAPPER": {
-        "sglang": ("error", "drops", f"drops every tensor with such a prefix; {_LOST}"),
-        "vllm": ("error", "raises", "ValueError: 'There is no module or parameter named ...'"),
-        "llamacpp": ("error", "raises", "the converter raises: 'Can not map tensor'"),
-        "openvino": ("error", "random", f"leaves these weights random; {_LOST}"),
-        "trtllm": ("error", "drops", "not verified: probably drops them"),
-    },
-    "NOT_A_DRAFT": _everywhere("error", "raises", "nothing here is an EAGLE-3 draft"),
-    "NAME_UNKNOWN": {
-        "vllm": ("error", "raises", "ValueError: 'There is no module or parameter named ...'"),
-        "llamacpp": ("error", "raises", "the converter raises: 'Can not map tensor'"),
-    },
-    "MISSING": {
-        "sglang": ("error", "random", f"leaves it uninitialised; {_LOST}"),
-        "vllm": ("error", "random", f"leaves it uninitialised; {_LOST}"),
-        "llamacpp": ("error", "raises", "fails at load: missing tensor"),
-        "openvino": ("error", "random", f"leaves it random, with a warning among many; {_LOST}"),
-        "trtllm": ("error", "random", "not verified: probably uninitialised"),
-    },
-    "MISSING:norm": {
-        "sglang": ("error", "differs", "leaves the norm at ones; acceptance falls, with no message"),
-        "vllm": ("error", "differs", "leaves the norm at ones; acceptance falls, with no message"),
-        "llamacpp": ("error", "raises", "fails at load: missing tensor"),
-        "openvino": ("error", "differs", "leaves the norm at ones, with a warning among many"),
-        "trtllm": ("error", "differs", "not verified: probably ones"),
-    },
-    "LMHEAD_SHAPE": _everywhere("error", "raises", "the shape is asserted at load")
-    | {"llamacpp": ("info", "harmless", "takes the rows of the file")},
-    "EMBED_SHAPE": _everywhere("error", "raises", "the shape is asserted at load"),
-    "EMBED_SHAPE:few": _everywhere("error", "raises", "the shape is asserted at load")
-    | {"llamacpp": ("error", "differs", "loads it unchecked; tokens past its rows have no embedding")},
-    "EMBED_SHAPE:rows": _everywhere("error", "raises", "the shape is asserted at load")
-    | {"llamacpp": ("warn", "harmless", "the converter cuts it to the target's vocabulary")},
-    "SHAPE": _everywhere("error", "raises", "the shape is asserted at load"),
-    "SHAPE:part": _everywhere("error", "raises", "the shape is asserted at load")
-    | dict.fromkeys(("sglang", "vllm"), ("error", "differs", f"takes the first part of it, with no message; {_LOST}")),
-    "SHAPE:pad": _everywhere("error", "raises", "the shape is asserted at load")
-    | {"sglang": ("error", "differs", f"fills it up with zeros, with no message; {_LOST}")},
-    "TWICE": _everywhere("warn", "differs", "two stored tensors fill one place; the last one read wins"),
-    "ADAPTER": _everywhere("error", "drops", "adapters are not applied; merge them into the weights"),
-    # flags
-    "NBR": {
-        "sglang": ("error", "differs", "ignores norm_before_residual; acceptance falls (19 of 172 became 10 of 198)"),
-        "openvino": ("error", "differs", "ignores norm_before_residual; acceptance falls"),
-        "trtllm": ("error", "differs", "ignores norm_before_residual; acceptance falls"),
-    },
-    "NBFC_PLACE": {"llamacpp": ("error", "raises", "reads norm_before_fc at the top level only: input_norm is unexpected")},
-    "NBFC": {
-        "openvino": ("error", "raises", "no input_norm: 'Failed to locate FC weights'"),
-    },
-    "FCNORM": {
-        "llamacpp": ("error", "raises", "knows no fc_norm: 'Can not map tensor'"),
-        "openvino": ("error", "raises", "no fc_norm: 'Failed to locate FC weights'"),
-    },
-    "FCNORM:name": {"vllm": ("error", "raises", "knows fc_norm only, not use_aux_norm or aux_norm_*: ValueError")},
-    "NORMOUT": {
-        "llamacpp": ("error", "differs", "ignores norm_output: only the first position stays right"),
-        "openvino": ("error", "differs", "ignores norm_output: only the first position stays right"),
-    },
-    "FLAG_TENSOR": _everywhere("error", "drops", "drops the norm's tensor, since its flag is off; acceptance falls")
-    | {"llamacpp": ("error", "raises", "has no place for the norm's tensor while its flag is off: fails at load")},
-    "FLAG_TENSOR:fc_norm": _everywhere("error", "drops", "drops the norm's tensor, since its flag is off; acceptance falls")
-    | {"vllm": ("error", "raises", "ValueError: 'There is no module or parameter named fc_norm'")}
-    | {"llamacpp": ("error", "raises", "the converter raises: 'Can not map tensor'")},
-    "QKV_BIAS": {
-        "sglang": ("error", "drops", "builds q, k and v without bias and drops the tensors"),
-        "llamacpp": ("error", "raises", "has no place for biases: fails at load"),
-        "openvino": ("error", "drops", "drops the biases"),
-    },
-    "QKV_BIAS:flag": {"vllm": ("error", "drops", "drops the biases unless attention_bias is true")},
-    "FC_BIAS": _everywhere("error", "drops", "drops fc.bias, since bias is not true")
-    | {"llamacpp": ("error", "raises", "the converter raises: 'Can not map tensor'")},
-    "FC_BIAS:flag": {
-        "vllm": ("error", "drops", "drops fc.bias"),
-        "llamacpp": ("error", "raises", "the converter raises: 'Can not map tensor'"),
-        "openvino": ("error", "drops", "drops fc.bias"),
-    },
-    "QK_NORM": {
-        "sglang": ("error", "drops", "drops q_norm and k_norm without a word; acceptance falls"),
-        "vllm": ("error", "raises", "the Llama class has no q_norm: ValueError (Eagle3Qwen3ForCausalLM has)"),
-        "llamacpp": ("error", "raises", "the converter raises: 'Can not map tensor'"),
-        "openvino": ("error", "drops", "drops q_norm and k_norm"),
-    },
-    "WINDOW": {
-        "sglang": ("warn", "differs", "ignores it; give --speculative-draft-window-size"),
-        "llamacpp": ("warn", "differs", "attends without a window"),
-        "openvino": ("warn", "differs", "attends without a window"),
-    },
-    # auxiliary layers
-    "NAUX": {
-        "llamacpp": ("error", "raises", "takes exactly three auxiliary layers"),
-        "openvino": ("error", "raises", "takes exactly three auxiliary layers"),
-    },
-    "NAUX_BYPASS": {
-        "sglang": ("error", "drops", f"skips fc, since its input is as wide as the draft; {_LOST}"),
-        "trtllm": ("error", "drops", f"skips fc, since its input is as wide as the draft; {_LOST}"),
-    },
-    "NAUX_KEYS": _everywhere("error", "raises", "sizes fc for another number of layers than the checkpoint's"),
-    "AUX_KEY2": {"sglang": ("error", "differs", f"ignores top-level ids and captures its default layers; {_LOST}")},
-    "AUX_KEY:ignored": {
-        "llamacpp": ("error", "differs", f"ignores nested ids and captures its default layers; {_LOST}"),
-    },
-    "AUX_CONV": _everywhere("error", "differs", "one of the two numberings must be wrong for it"),
-    "AUX_DS": {
-        "sglang": ("info", "harmless", "reads nested ids that do not begin with 1 as layer inputs on this target, in(v)"),
-    },
-    "AUX_COUNT": _everywhere("error", "raises late", "fc gets another number of states than it was built for"),
-    "AUX_OTHER": _everywhere("error", "differs", "captures other layers than the draft was trained on; acceptance falls"),
-    "AUX_RUNTIME": {
-        "openvino": (
-            "warn", "differs",
-            "never reads a draft's layers and captures one layer later than everybody else; acceptance falls. Its "
-            "hidden_layers_list property (C++ only) sets them, or train on its layers",
-        ),
-        "trtllm": ("warn", "differs", "never reads a draft's layers: set eagle3_layers_to_capture"),
-    },
-    "AUX_KEY": _everywhere("warn", "differs", "captures other layers than another engine does from this same file"),
-    "AUX_KEY:v2": {"vllm": ("warn", "differs", "its GPU (V2) runner reads the top-level key only, and uses its defaults")},
-    "AUX_LAST": _everywhere("error", "raises late", "cannot capture these layers"),
-    "AUX_ORDER": {
-        "sglang": ("warn", "differs", "concatenates in ascending order, each layer once, whatever the list says"),
-        "vllm": ("warn", "differs", "concatenates in ascending order, each layer once, whatever the list says"),
-        "llamacpp": ("warn", "differs", "concatenates in the order of the list"),
-    },
-    "USE_AUX_FALSE": {
-        "sglang": ("error", "drops", "captures no auxiliary states and skips fc"),
-        "vllm": ("error", "drops", "drops fc (V1), or raises (V2)"),
-        "llamacpp": ("error", "differs", "feeds auxiliary states anyway"),
-        "openvino": ("error", "differs", "feeds auxiliary states anyway"),
-    },
-    "TARGET_ARCH": _everywhere("error", "raises", "cannot take auxiliary states from this target"),
-    "TARGET_QUANT": {
-        "sglang": (
-            "info", "differs",
-            "a --quantization given for the target is applied to the draft too: add "
-            "--speculative-draft-model-quantization unquant",
-        ),
-    },
-    "TARGET_ROTATED": _everywhere("warn", "differs", "feeds rotated states, which a draft of the plain model cannot read"),
-    # RoPE
-    "ROPE": _everywhere("warn", "differs", "rotates as the draft's config says; wrong unless it was trained so"),
-    "ROPE_MISSING": _everywhere("warn", "differs", "rotates with base 10000; wrong unless it was trained so"),
-    "ROPE_SCHEMA": _everywhere("info", "harmless", "reads rope_parameters; releases before Transformers 5 read rope_scaling only"),
-    "ROPE_NESTED": _everywhere("warn", "differs", "may not understand one set of RoPE parameters per attention type"),
-    "MROPE": {"vllm": ("error", "raises", "sees mrope_section, expects three rows of positions and fails")},
-}  # fmt: skip
+EFFECTS = _effects(_TABLE)

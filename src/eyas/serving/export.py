@@ -1,6 +1,5 @@
 """Write a draft for engines, and read it back from any layout. The set of tensors is compared before and after."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ def not_for(config: DraftConfig, target: Target) -> dict[str, list[str]]:
     reasons: dict[str, list[str]] = {}
     full = config.draft_vocab_size == config.vocab_size
     for engine in ENGINES.values():
-        found = [*_unsupported(config, engine)]
+        found = _unsupported(config, engine)
         layers = contract.captured(engine, names.portable_config(config, target=target), target)
         if isinstance(layers, str):
             found.append(layers)
@@ -40,26 +39,27 @@ def not_for(config: DraftConfig, target: Target) -> dict[str, list[str]]:
     return reasons
 
 
-def _unsupported(config: DraftConfig, engine: Engine) -> Iterable[str]:
+def _unsupported(config: DraftConfig, engine: Engine) -> list[str]:
     """Options of the draft that the engine has no means to honour, whatever the file looks like."""
-    if config.norm_before_residual and not engine.norm_before_residual:
-        yield "ignores norm_before_residual"
-    if config.norm_before_fc and not engine.norm_before_fc:
-        yield "has no norm_before_fc"
-    if config.fc_norm and not engine.fc_norm:
-        yield "has no fc_norm"
-    if config.norm_output and not engine.norm_output:
-        yield "ignores norm_output"
-    if config.num_layers > 1 and engine.one_layer:
-        yield f"serves one decoder layer, the draft has {config.num_layers}"
-    if len(config.aux_layers) != 3 and engine.three_layers:
-        yield f"takes three auxiliary layers, the draft has {len(config.aux_layers)}"
-    if config.attention_bias and engine.name in ("sglang", "llamacpp", "openvino"):
-        yield "has no attention biases"
-    if config.qk_norm and engine.name != "vllm":
-        yield "has no query and key norms"
-    if config.sliding_window and engine.name in ("llamacpp", "openvino"):
-        yield "has no sliding window"
+    c, name, layers = config, engine.name, f"the draft has {config.num_layers}"
+    latent, simple = bool(c.kv_lora_rank), name in ("llamacpp", "openvino")
+    reasons = {
+        "ignores norm_before_residual": c.norm_before_residual and not engine.norm_before_residual,
+        "has no norm_before_fc": c.norm_before_fc and not engine.norm_before_fc,
+        "has no fc_norm": c.fc_norm and not engine.fc_norm,
+        "ignores norm_output": c.norm_output and not engine.norm_output,
+        f"serves one decoder layer, {layers}": c.num_layers > 1 and engine.one_layer,
+        f"takes three auxiliary layers, the draft has {len(c.aux_layers)}": len(c.aux_layers) != 3
+        and engine.three_layers,
+        "has no attention biases": c.attention_bias and (simple or name == "sglang"),
+        "has no query and key norms": c.qk_norm and name != "vllm",
+        "has no sliding window": c.sliding_window and simple,
+        "knows no draft with latent attention": latent and simple,
+        "has no norm_before_fc beside latent attention": latent and c.norm_before_fc and name in ("sglang", "vllm"),
+        "needs q_lora_rank in latent attention": latent and name == "sglang" and not c.q_lora_rank,
+        f"serves one decoder layer of latent attention, {layers}": latent and name == "sglang" and c.num_layers > 1,
+    }
+    return [reason for reason, met in reasons.items() if met]
 
 
 def export(
@@ -82,11 +82,9 @@ def export(
     never written. `engine` writes the one file that serves that engine where the portable one does not, and refuses
     (EyasError) what it cannot serve. `shard_bytes` splits the weights into files of at most that size.
 
-    embed_tokens is left out by default, when it is proven equal to the target's: SGLang, OpenVINO and TensorRT-LLM
-    put the target's in its place whatever the file holds, vLLM and llama.cpp share the target's when the file has
-    none, and it is often half of the file (2.3 of 5.2 GB for Kimi-K2.5). It is always written when the draft has its
-    own width, when it was trained, or when the target's weights are not at hand to prove it equal. `embed=True` writes
-    it in every case: vLLM under pipeline parallelism and tools that load a draft alone want that.
+    embed_tokens, often half of the file, is left out when it is proven equal to the target's, which every engine then
+    puts in its place. It is written when the draft has its own width, when it was trained, when the target's weights are
+    not at hand to prove it, and with `embed=True` (vLLM under pipeline parallelism, tools that load a draft alone).
 
     Raises UsageError when a tensor is missing, unexpected or of another shape than the config says.
     """
@@ -155,18 +153,8 @@ def checked(state: State, config: DraftConfig) -> State:
         chosen = torch.zeros(config.vocab_size, dtype=torch.bool)
         chosen[tensors["d2t"].long().cpu() + torch.arange(len(tensors["d2t"]))] = True
         tensors["t2d"] = chosen
-    missing = sorted(expected.keys() - tensors.keys() - {"embed_tokens.weight"})
-    extra = sorted(tensors.keys() - expected.keys())
-    wrong = [
-        f"{name} {tuple(tensors[name].shape)}, expected {shape}"
-        for name, shape in expected.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    ]
-    for what, found in (("missing", missing), ("not in the config", extra), ("of another shape", wrong)):
-        if found:
-            raise UsageError(
-                f"draft to export: tensors {what}: {', '.join(found[:5])}. The config and the state differ."
-            )
+    if wrong := _unlike(tensors, expected):
+        raise UsageError(f"draft to export: {wrong}. The config and the state differ.")
     if "d2t" in tensors:
         tensors["d2t"], tensors["t2d"] = tensors["d2t"].long(), tensors["t2d"].bool()
         chosen = tensors["t2d"].nonzero().flatten().cpu()
@@ -176,6 +164,18 @@ def checked(state: State, config: DraftConfig) -> State:
                 "draft to export: d2t and t2d name different tokens; d2t must hold offsets in ascending order."
             )
     return tensors
+
+
+def _unlike(state: State, expected: dict[str, tuple[int, ...]]) -> str:
+    """What in a state differs from the shapes of its config; the embedding may be the target's."""
+    wrong = [
+        f"{name} {tuple(state[name].shape)}, expected {shape}"
+        for name, shape in expected.items()
+        if name in state and tuple(state[name].shape) != shape
+    ]
+    missing, extra = expected.keys() - state.keys() - {"embed_tokens.weight"}, state.keys() - expected.keys()
+    groups = {"missing": sorted(missing), "not in the config": sorted(extra), "of another shape": wrong}
+    return next((f"tensors {what}: {', '.join(found[:5])}" for what, found in groups.items() if found), "")
 
 
 def embedding_is_targets(embedding: "torch.Tensor | None", config: DraftConfig, target: Target) -> bool:
@@ -250,12 +250,8 @@ def load_draft(path: str | Path, target: Target | None) -> tuple[DraftConfig, St
         if not torch.equal(repeated, other):
             raise UsageError(f"{path}: {twin} holds values of its own, for which eyas' draft has no place.")
     expected = names.expected_shapes(config)
-    missing = sorted(expected.keys() - state.keys() - {"embed_tokens.weight"})
-    extra = sorted(state.keys() - expected.keys())
-    wrong = sorted(n for n, shape in expected.items() if n in state and tuple(state[n].shape) != shape)
-    for what, found in (("missing", missing), ("unknown", extra), ("of a wrong shape", wrong)):
-        if found:
-            raise UsageError(f"{path}: tensors {what}: {', '.join(found[:5])}. Run eyas check on it.")
+    if wrong := _unlike(state, expected):
+        raise UsageError(f"{path}: {wrong}. Run eyas check on it.")
     return config, {name: state[name] for name in expected if name in state}
 
 

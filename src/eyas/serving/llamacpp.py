@@ -19,23 +19,15 @@ from eyas.target import Target
 if TYPE_CHECKING:
     import torch
 
+_LAYER = {
+    "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
 _NAMES = {
-    "embed_tokens.weight": "token_embd.weight",
-    "fc.weight": "fc.weight",
-    "input_norm.weight": "enc.output_norm.weight",
-    "norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "layers.0.input_layernorm.weight": "blk.0.attn_norm.weight",
-    "layers.0.hidden_norm.weight": "blk.0.attn_norm_2.weight",
-    "layers.0.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
-    "layers.0.self_attn.q_proj.weight": "blk.0.attn_q.weight",
-    "layers.0.self_attn.k_proj.weight": "blk.0.attn_k.weight",
-    "layers.0.self_attn.v_proj.weight": "blk.0.attn_v.weight",
-    "layers.0.self_attn.o_proj.weight": "blk.0.attn_output.weight",
-    "layers.0.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
-    "layers.0.mlp.up_proj.weight": "blk.0.ffn_up.weight",
-    "layers.0.mlp.down_proj.weight": "blk.0.ffn_down.weight",
-}
+    "embed_tokens.weight": "token_embd.weight", "fc.weight": "fc.weight", "input_norm.weight": "enc.output_norm.weight",
+    "norm.weight": "output_norm.weight", "lm_head.weight": "output.weight",
+} | {f"layers.0.{ours}.weight": f"blk.0.{theirs}.weight" for ours, theirs in _LAYER.items()}  # fmt: skip
 _FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
 
 
@@ -56,7 +48,10 @@ def export_gguf(
     target cannot disagree. Matrices are stored in `dtype`, norms in float32, the map as absolute ids (int64).
     Raises EyasError for options that llama.cpp does not serve.
     """
-    gguf = _package()
+    try:
+        import gguf
+    except ImportError:
+        raise UsageError("GGUF export needs the gguf package: pip install 'eyas[gguf]'.") from None
     if reasons := not_for(config, target).get("llamacpp"):
         raise EyasError(
             f"{ENGINES['llamacpp'].title} {ENGINES['llamacpp'].release} cannot serve this draft: {'; '.join(reasons)}."
@@ -90,51 +85,37 @@ def export_gguf(
     return Path(out) / "draft.gguf"
 
 
-def _package() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise UsageError("GGUF export needs the gguf package: pip install 'eyas[gguf]'.") from None
-    return gguf
-
-
 def _write_keys(writer: Any, config: DraftConfig, name: str, dtype: str) -> None:
-    c = config
+    c, rope = config, config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "linear", "yarn", "llama3"):
+        raise UsageError(f"RoPE of type {kind!r} has no GGUF form for an EAGLE-3 draft.")
     writer.add_array("eagle3.target_layers", [layer + 1 for layer in c.aux_layers])
     writer.add_uint32("eagle3.target_hidden_size", c.target_hidden_size)
     writer.add_bool("eagle3.norm_before_residual", c.norm_before_residual)
     writer.add_bool("eagle3.norm_before_fc", c.norm_before_fc)
-    writer.add_type("model")
-    writer.add_name(name)
-    writer.add_block_count(1)
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(c.num_key_value_heads)
-    writer.add_key_length(c.head_dim)
-    writer.add_value_length(c.head_dim)
-    writer.add_rope_dimension_count(c.head_dim)
-    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    writer.add_vocab_size(c.vocab_size)
-    writer.add_file_type(_FILE_TYPES[dtype])
-    writer.add_quantization_version(2)
-    rope, kind = c.rope_parameters, c.rope_parameters.get("rope_type", "default")
+    keys: dict[str, Any] = {
+        "type": "model", "name": name, "block_count": 1, "context_length": c.max_position_embeddings,
+        "embedding_length": c.hidden_size, "feed_forward_length": c.intermediate_size,
+        "head_count": c.num_attention_heads, "head_count_kv": c.num_key_value_heads, "key_length": c.head_dim,
+        "value_length": c.head_dim, "rope_dimension_count": c.head_dim, "rope_freq_base": rope["rope_theta"],
+        "layer_norm_rms_eps": c.rms_norm_eps, "vocab_size": c.vocab_size, "file_type": _FILE_TYPES[dtype],
+        "quantization_version": 2,
+    }  # fmt: skip
     if kind in ("linear", "yarn"):
         writer.add_string("eagle3.rope.scaling.type", kind)
-        writer.add_rope_scaling_factor(rope["factor"])
+        keys["rope_scaling_factor"] = rope["factor"]
     if kind == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        for key, add in (
-            ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
-            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
-            ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+        keys["rope_scaling_orig_ctx_len"] = rope["original_max_position_embeddings"]
+        for key, theirs in (
+            ("attention_factor", "attn_factor"),
+            ("beta_fast", "beta_fast"),
+            ("beta_slow", "beta_slow"),
         ):
             if rope.get(key) is not None:
-                add(rope[key])
-    if kind not in ("default", "linear", "yarn", "llama3"):
-        raise UsageError(f"RoPE of type {kind!r} has no GGUF form for an EAGLE-3 draft.")
+                keys[f"rope_scaling_yarn_{theirs}"] = rope[key]
+    for key, value in keys.items():
+        getattr(writer, f"add_{key}")(value)
 
 
 def _copy_tokenizer(gguf: Any, writer: Any, source: Path, target: Target) -> None:

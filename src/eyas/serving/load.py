@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eyas.draft.config import DraftConfig, rope_parameters
+from eyas.draft.config import LATENT, DraftConfig, latent_sizes, rope_parameters
 from eyas.errors import EyasError, UsageError
 from eyas.serving import contract, names
 from eyas.serving.check import check, places, read_draft
@@ -40,8 +40,7 @@ def load_as(folder: str | Path, target: Target, engine: str) -> tuple[DraftConfi
             raise EyasError(f"{folder}: {finding['message']}")
     met = {finding["rule"]: finding["outcome"] for finding in findings}
     draft, _ = read_draft(folder)
-    if draft is None or draft.mla:
-        raise EyasError(f"{folder}: a draft with latent attention (MLA); eyas decodes drafts of the Llama shape.")
+    assert draft is not None  # check would have raised
     if draft.config.get("num_hidden_layers") is None:
         draft.config["num_hidden_layers"] = contract.LLAMA_LAYERS
     if met.get("USE_AUX_FALSE") == "drops":
@@ -159,13 +158,15 @@ def _config(
     heads = int(c.get("num_attention_heads") or 32)
     head_dim = int(c.get("head_dim") or hidden // heads)
     sliding = c.get("sliding_window") if window and "sliding_attention" in str(c.get("layer_types")) else None
+    if latent := latent_sizes(c):
+        head_dim = latent["head_dim"]
     return DraftConfig(
         hidden_size=hidden,
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         draft_vocab_size=len(found["lm_head.weight"]),
         num_attention_heads=heads,
-        num_key_value_heads=len(found[at + "k_proj.weight"]) // head_dim,
+        num_key_value_heads=heads if latent else len(found[at + "k_proj.weight"]) // head_dim,
         head_dim=head_dim,
         intermediate_size=len(found["layers.0.mlp.up_proj.weight"]),
         aux_layers=layers,
@@ -181,4 +182,5 @@ def _config(
         attention_bias=at + "q_proj.bias" in found,
         qk_norm=at + "q_norm.weight" in found,
         sliding_window=sliding,
+        **{key: latent[key] for key in LATENT if latent},
     )

@@ -8,7 +8,7 @@ No torch here.
 import re
 from typing import Any
 
-from eyas.draft.config import DraftConfig, rope_parameters
+from eyas.draft.config import LATENT, DraftConfig, latent_sizes, rope_parameters
 from eyas.errors import UsageError
 from eyas.serving import contract
 from eyas.serving.contract import FLAGSHIP, Json
@@ -48,7 +48,6 @@ def teacher_only(name: str) -> bool:
 def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Internal name -> shape of every tensor of a complete draft; d2t and t2d only with a reduced vocabulary."""
     c = config
-    heads, key_value = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (c.vocab_size, c.hidden_size),
         "fc.weight": (c.hidden_size, c.fc_in),
@@ -62,13 +61,10 @@ def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(c.num_layers):
         prefix, width = f"layers.{layer}.", c.hidden_size * (2 if layer == 0 else 1)
         shapes |= {f"{prefix}{norm}.weight": (c.hidden_size,) for norm in _NORMS if layer == 0 or norm != "hidden_norm"}
-        for part, rows in (("q_proj", heads), ("k_proj", key_value), ("v_proj", key_value)):
-            shapes[f"{prefix}self_attn.{part}.weight"] = (rows, width)
-            if c.attention_bias:
-                shapes[f"{prefix}self_attn.{part}.bias"] = (rows,)
-        shapes[f"{prefix}self_attn.o_proj.weight"] = (c.hidden_size, heads)
-        if c.qk_norm:
-            shapes |= {f"{prefix}self_attn.{n}.weight": (c.head_dim,) for n in ("q_norm", "k_norm")}
+        for part, shape in c.attention_shapes(width).items():
+            shapes[f"{prefix}self_attn.{part}.weight"] = shape
+            if c.attention_bias and part in ("q_proj", "k_proj", "v_proj"):
+                shapes[f"{prefix}self_attn.{part}.bias"] = shape[:1]
         for part in _MLP:
             inner, outer = c.intermediate_size, c.hidden_size
             shapes[f"{prefix}mlp.{part}.weight"] = (outer, inner) if part == "down_proj" else (inner, outer)
@@ -115,14 +111,17 @@ def _llama_keys(config: DraftConfig) -> Json:
             "sliding_window": config.sliding_window,
             "layer_types": ["sliding_attention"] * config.num_layers,
         }
-    return {
-        "model_type": "qwen3" if config.qk_norm else "llama",
+    heads: Json = {"head_dim": config.head_dim}
+    if config.kv_lora_rank:
+        heads = {key: getattr(config, key) for key in LATENT} | {"rope_interleave": True}
+    return {  # kimi_k2, which both engines read as DeepSeek's: vLLM takes a draft of deepseek_v3 for its MTP module
+        "model_type": "kimi_k2" if config.kv_lora_rank else "qwen3" if config.qk_norm else "llama",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        **heads,
         "hidden_act": "silu",
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
@@ -156,8 +155,9 @@ def layer_keys(layers: list[int], target: Target) -> Json:
 def portable_config(config: DraftConfig, *, dtype: str = "bfloat16", target: Target) -> Json:
     """config.json in the portable safe form. Flags of EAGLE-3.1 appear only when they are on; norm_before_residual
     always, because its default differs between formats."""
+    architecture = "Eagle3Qwen3ForCausalLM" if config.qk_norm else FLAGSHIP
     keys: Json = {
-        "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else FLAGSHIP],
+        "architectures": ["Eagle3DeepseekV2ForCausalLM" if config.kv_lora_rank else architecture],
         **_llama_keys(config),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
@@ -270,11 +270,10 @@ def draft_config_from(config_json: Json, target: Target | None) -> DraftConfig:
     """The DraftConfig of a config.json in the portable, EAGLE or speculators form.
 
     Without ids the layers are the usual default, which takes the target to know. Raises UsageError where the config
-    lacks a size or contradicts itself, and for drafts that are not of the Llama shape (latent attention).
+    lacks a size or contradicts itself.
     """
     c = flatten(config_json)
-    if c.get("kv_lora_rank"):
-        raise UsageError("config.json: a draft with latent attention (MLA); eyas reads drafts of the Llama shape.")
+    c = {**c, **latent_sizes(c)}
     nested, top = contract.layer_ids(c)
     if target is not None:
         layers, why = intended_layers(c, target)
@@ -310,6 +309,7 @@ def draft_config_from(config_json: Json, target: Target | None) -> DraftConfig:
         attention_bias=bool(c.get("attention_bias")),
         qk_norm=c.get("model_type") == "qwen3" or "Qwen3" in str(c.get("architectures")),
         sliding_window=c.get("sliding_window") if "sliding_attention" in str(c.get("layer_types")) else None,
+        **({key: c[key] for key in LATENT} if c.get("kv_lora_rank") else {}),
     )
 
 

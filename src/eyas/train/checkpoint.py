@@ -46,6 +46,12 @@ def load_tensors(file: Path) -> tuple[State, dict[str, str]]:
         return {name: handle.get_tensor(name) for name in handle.keys()}, handle.metadata() or {}  # noqa: SIM118
 
 
+def sweep(folder: Path) -> None:
+    """Remove what a kill left half-written."""
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def steps(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted(path for path in folder.glob("step-*") if (path / "state.json").exists())

@@ -2,16 +2,23 @@
 
 The global batch is planned without regard to the number of ranks, and losses are divided by the supervised rows of the
 whole of it, so the same data on 1, 2 or 4 ranks gives the same update to rounding, and a run goes on with another
-number of ranks at the same document. Gradients are summed here, not by DistributedDataParallel: the matrices' gradients
-come from `GradientSink`s, which autograd's hooks never see.
+number of ranks at the same document. Gradients are summed here, not by DistributedDataParallel or the hooks of FSDP2:
+the matrices' gradients come from `GradientSink`s in float32, which autograd never sees.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+    from eyas.draft.model import Draft
 
 BUCKET = 64 << 20  # elements summed in one call
 
@@ -87,3 +94,93 @@ def share(documents: list[int], lengths: list[int], rank: int, size: int) -> lis
         if least == rank:
             mine.add(document)
     return [document for document in documents if document in mine]
+
+
+class Masters:
+    """The draft's parameters among ranks: copies that are equal everywhere or, with `shard`, matrices spread over ranks.
+
+    Spread, FSDP2 (`fully_shard`) holds float32 shards, of which the optimizer makes its state, and gathers the matrices
+    in the compute dtype for the time of a step. Vectors (norms, biases) and the frozen embedding stay whole.
+    """
+
+    def __init__(self, draft: "Draft", ranks: Ranks, dtype: torch.dtype, shard: bool) -> None:
+        self.draft, self.ranks, self.sharded = draft, ranks, shard and ranks.size > 1
+        self.trained = [p for p in draft.parameters() if p.requires_grad]
+        self.sums: dict[str, torch.Tensor] = {}  # of the matrices' gradients on this rank
+        if self.sharded:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+            self.mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (ranks.size,))
+            whole: set[Any] = {p for p in draft.parameters() if p.ndim == 1} | {draft.embed_tokens.weight}
+            policy = MixedPrecisionPolicy(param_dtype=dtype)
+            fully_shard(draft, mesh=self.mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=whole)
+            self.trained = [p for p in draft.parameters() if p.requires_grad]
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within, every parameter is there in full, to compute with."""
+        if not self.sharded:
+            yield
+            return
+        module = cast("FSDPModule", self.draft)
+        module.unshard()
+        try:
+            yield
+        finally:
+            module.reshard()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The gradients of one part of the batch, added to those before."""
+        if not self.sharded:
+            self.draft.backward(loss)
+            return
+        loss.backward()
+        for name, module in self._matrices():
+            found = module.sink.take(torch.empty(0))  # in float32, whatever the gathered weight has
+            if found is not None:
+                self.sums[name] = found if name not in self.sums else self.sums[name].add_(found)
+
+    def sum(self) -> None:
+        """Sum the gradients over ranks. Each keeps all of it or, spread, its shard; outside `whole`."""
+        if not self.sharded:
+            self.ranks.sum_gradients(self.trained)
+            return
+        from torch.distributed.tensor import DTensor, Partial, Shard
+
+        self.ranks.sum_gradients([p for p in self.trained if p.ndim == 1])
+        for name, module in self._matrices():
+            total = self.sums.pop(name, None)  # none: no document for this rank
+            total = torch.zeros(module.weight.shape, device=module.weight.device) if total is None else total
+            spread = DTensor.from_local(total, self.mesh, [Partial()]).redistribute(placements=[Shard(0)])
+            module.weight.grad = spread.to(module.weight.dtype)
+
+    @torch.no_grad()
+    def clip(self, limit: float) -> float:
+        """Scale the gradients down to a common norm of `limit` at most. Returns the norm before."""
+        grads = [p.grad for p in self.trained if p.grad is not None]
+        shards = [g.to_local() for g in grads if hasattr(g, "to_local")]
+        others = [g for g in grads if not hasattr(g, "to_local")]
+        square = torch.nn.utils.get_total_norm(others).square()
+        if shards:
+            square = square + self.ranks.sum(torch.nn.utils.get_total_norm(shards).square())
+        norm = float(square.sqrt())
+        if norm > limit:
+            torch._foreach_mul_(shards + others, limit / norm)
+        return norm
+
+    def full(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter or optimizer state; a call of all ranks together."""
+        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+    def placed(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """A whole tensor on `like`'s device, cut to this rank's shard where `like` is spread."""
+        tensor = tensor.to(like.device)
+        if not hasattr(like, "full_tensor") or tensor.shape != like.shape:
+            return tensor
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        return distribute_tensor(tensor, self.mesh, [Shard(0)], src_data_rank=None)
+
+    def _matrices(self) -> Iterator[tuple[str, Any]]:
+        return ((n, m) for n, m in self.draft.named_modules() if hasattr(m, "sink") and m.weight.requires_grad)

@@ -9,17 +9,53 @@ Everything is trained from there as usual, and the file that engines read is the
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from eyas.draft.batch import Batch
 from eyas.draft.config import DraftConfig
-from eyas.draft.model import Draft, Layer
-from eyas.errors import UsageError
+from eyas.draft.model import Attention, Draft, Layer
+from eyas.draft.vocab import DraftVocab
+from eyas.errors import EyasError, UsageError
+from eyas.recipe import Train
 from eyas.target import Target
 
 RIDGE = 1e-2  # added to the diagonal, in units of a standardised channel's variance
 SELF_SCORE = 18.0  # of a row's query and its own key, where unlike rows score near zero
 QUIET = 0.1  # what else writes to the residual begins at this part of its size, so as not to drown the start
+
+
+def initial_draft(
+    config: DraftConfig, target: Target, vocab: DraftVocab, settings: Train
+) -> tuple[Draft, torch.Tensor, torch.Tensor]:
+    """A fresh draft, the teacher's head rows [Vd, H], and the table target id -> draft id [V] (-1: outside).
+
+    The embedding is the target's; the head starts from the target's own rows where widths agree and it is asked for.
+    """
+    names = {part: target.tensor_name(part) for part in ("embedding", "head")}
+    for part, name in names.items():
+        if name is None:
+            raise EyasError(f"{target.path}: no {part} tensor was found in its safetensors files.")
+    draft = Draft(config)
+    draft.initialise(settings.seed)
+    embedding = target.read_tensor(str(names["embedding"]))
+    head = embedding if names["head"] == names["embedding"] else target.read_tensor(str(names["head"]))
+    targets = torch.from_numpy(vocab.d2t.astype(np.int64)) + torch.arange(len(vocab))
+    rows = head[targets].clone()
+    if embedding.shape[1] != config.hidden_size:
+        raise EyasError(
+            f"draft.hidden_size {config.hidden_size}: the target's embedding is {embedding.shape[1]} wide; they must agree."
+        )
+    draft.embed_tokens.weight = torch.nn.Parameter(embedding.clone(), requires_grad=False)
+    if settings.head_from_target and rows.shape[1] == config.hidden_size:
+        draft.lm_head.weight.data.copy_(rows)
+    draft.lm_head.weight.requires_grad_(not settings.freeze_head)
+    if draft.d2t is not None and draft.t2d is not None:
+        draft.d2t.copy_(targets - torch.arange(len(vocab)))
+        draft.t2d[targets] = True
+    table = torch.full((config.vocab_size,), -1, dtype=torch.int64)
+    table[targets] = torch.arange(len(vocab))
+    return draft, rows, table
 
 
 def check_fits(config: DraftConfig) -> None:
@@ -28,6 +64,7 @@ def check_fits(config: DraftConfig) -> None:
         (config.hidden_size != config.target_hidden_size, "a draft narrower or wider than its target"),
         (config.norm_before_residual, "norm_before_residual"),
         (config.fc_norm or config.norm_before_fc, "norms before fc"),
+        (config.kv_lora_rank, "latent attention"),
     ):
         if wrong:
             raise UsageError(f"train.start: least_squares does not go with {what}. Use train.start: random.")
@@ -75,6 +112,7 @@ def _through_attention(layer: Layer, wanted: torch.Tensor, covariance: torch.Ten
     Reduced-rank regression: of all maps of that rank, the one nearest in the covariance of e.
     """
     a, dim = layer.self_attn, c.head_dim
+    assert isinstance(a, Attention)  # check_fits
     rank = min(c.num_key_value_heads * dim, c.hidden_size)
     values, vectors = torch.linalg.eigh(covariance)
     roots = values.clamp_min(1e-8).sqrt()
@@ -118,7 +156,7 @@ def warm_start(draft: Draft, folder: str, target: Target, remap: bool = False) -
         raise UsageError(f"train.warm: {folder} has another shape: {', '.join(differs)}. Set `draft` to its shape.")
     embedding = state.pop("embed_tokens.weight", None)
     kept = draft.embed_tokens.weight
-    if embedding is not None and not torch.equal(embedding.to(kept.dtype), kept):
+    if embedding is not None and not torch.equal(embedding, kept.to(embedding.dtype)):
         raise UsageError(
             f"train.warm: {folder} holds an embedding of its own, not the target's, which eyas keeps frozen."
         )

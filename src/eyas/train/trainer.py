@@ -4,33 +4,35 @@ Deterministic by (seed, epoch, position): the batches of every epoch are planned
 continues at the same document and ends with the same bits.
 """
 
-import json
 import math
-import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from eyas.decode.replay import Acceptance, accept, protocol
-from eyas.draft.batch import Batch, as_bfloat16, pack
+from eyas.draft.batch import Batch, as_floats, pack
 from eyas.draft.config import DraftConfig
 from eyas.draft.model import Draft, Unrolled
 from eyas.draft.vocab import DraftVocab
-from eyas.errors import EyasError
-from eyas.features.store import Store
+from eyas.errors import EyasError, UsageError
+from eyas.features.store import Sample, Store
 from eyas.progress import progress
 from eyas.recipe import Train
 from eyas.target import Target
 from eyas.train import checkpoint
-from eyas.train.parallel import ranks, share
-from eyas.train.start import check_fits, least_squares_start, warm_start
+from eyas.train.log import Log, peak_flops, peak_memory, step_flops
+from eyas.train.parallel import Masters, ranks, share
+from eyas.train.start import check_fits, initial_draft, least_squares_start, warm_start
+
+if TYPE_CHECKING:
+    from eyas.train.online import Online
 
 START_ROWS = 1 << 17  # of the least-squares start
 START_GROUP = 16  # documents a product
@@ -45,17 +47,22 @@ class Stopped(EyasError):
     exit_code = 0
 
 
+def cut(documents: Sequence[int], lengths: Sequence[int], budget: int | None) -> list[list[int]]:
+    """Documents in their order, in parts of at most `budget` rows, or one document where that is longer."""
+    parts: list[list[int]] = []
+    rows = 0
+    for index in documents:
+        if not parts or (budget is not None and rows + lengths[index] > budget):
+            parts.append([])
+            rows = 0
+        parts[-1].append(index)
+        rows += lengths[index]
+    return parts
+
+
 def plan_epoch(lengths: list[int], budget: int, seed: int, epoch: int) -> list[list[int]]:
     """Documents of each batch: a shuffle by (seed, epoch), cut where the rows would pass the budget."""
-    batches: list[list[int]] = [[]]
-    rows = 0
-    for index in np.random.default_rng([seed, epoch]).permutation(len(lengths)).tolist():
-        if batches[-1] and rows + lengths[index] > budget:
-            batches.append([])
-            rows = 0
-        batches[-1].append(index)
-        rows += lengths[index]
-    return batches
+    return cut(np.random.default_rng([seed, epoch]).permutation(len(lengths)).tolist(), lengths, budget)
 
 
 def learning_rate(settings: Train, step: int, total: int) -> float:
@@ -71,41 +78,31 @@ def learning_rate(settings: Train, step: int, total: int) -> float:
     return settings.lr * 0.5 * (1 - math.cos(math.pi * left))
 
 
-def initial_draft(
-    config: DraftConfig, target: Target, vocab: DraftVocab, settings: Train
-) -> tuple[Draft, torch.Tensor, torch.Tensor]:
-    """A fresh draft, the teacher's head rows [Vd, H], and the table target id -> draft id [V] (-1: outside).
-
-    The embedding is the target's; the head starts from the target's own rows where widths agree and it is asked for.
-    """
-    names = {part: target.tensor_name(part) for part in ("embedding", "head")}
-    for part, name in names.items():
-        if name is None:
-            raise EyasError(f"{target.path}: no {part} tensor was found in its safetensors files.")
-    draft = Draft(config)
-    draft.initialise(settings.seed)
-    embedding = target.read_tensor(str(names["embedding"]))
-    head = embedding if names["head"] == names["embedding"] else target.read_tensor(str(names["head"]))
-    targets = torch.from_numpy(vocab.d2t.astype(np.int64)) + torch.arange(len(vocab))
-    rows = head[targets].clone()
-    if embedding.shape[1] != config.hidden_size:
-        raise EyasError(
-            f"draft.hidden_size {config.hidden_size}: the target's embedding is {embedding.shape[1]} wide; they must agree."
-        )
-    draft.embed_tokens.weight = torch.nn.Parameter(embedding.clone(), requires_grad=False)
-    if settings.head_from_target and rows.shape[1] == config.hidden_size:
-        draft.lm_head.weight.data.copy_(rows)
-    draft.lm_head.weight.requires_grad_(not settings.freeze_head)
-    if draft.d2t is not None and draft.t2d is not None:
-        draft.d2t.copy_(targets - torch.arange(len(vocab)))
-        draft.t2d[targets] = True
-    table = torch.full((config.vocab_size,), -1, dtype=torch.int64)
-    table[targets] = torch.arange(len(vocab))
-    return draft, rows, table
+def make_optimizers(draft: Draft, settings: Train) -> list[torch.optim.Optimizer]:
+    """AdamW; or Muon for the matrices and AdamW for head, norms and biases. One rate fits both (Moonshot's scaling)."""
+    trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
+    inner = [n for n, p in trained.items() if settings.optimizer == "muon" and p.ndim == 2 and n != "lm_head.weight"]
+    rest = [p for n, p in trained.items() if n not in inner]
+    # matrices may be spread over ranks and vectors are not; a group holds one kind
+    groups = [{"params": part} for n in (1, 2) if (part := [p for p in rest if p.ndim == n])]
+    decay = settings.weight_decay
+    found: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), weight_decay=decay, fused=True)
+    ]
+    if inner:
+        if not hasattr(torch.optim, "Muon"):
+            raise UsageError(f"train.optimizer: muon needs torch 2.9 or newer, this is {torch.__version__}. Use adamw.")
+        matrices = [trained[n] for n in inner]
+        found.append(torch.optim.Muon(matrices, settings.lr, decay, adjust_lr_fn="match_rms_adamw"))
+    return found
 
 
 class Trainer:
-    """One run of training. `folder` holds log.jsonl and checkpoints/; `inputs` says what it belongs to."""
+    """One run of training. `folder` holds log.jsonl and checkpoints/; `inputs` says what it belongs to.
+
+    `store` holds the held-out conversations, and those of training too unless `online` computes them. `weights`:
+    document id -> what each drafted token's loss counts.
+    """
 
     def __init__(
         self,
@@ -119,17 +116,20 @@ class Trainer:
         heldout_ids: list[str],
         inputs: str,
         replay_k: int = 4,
+        weights: Mapping[str, np.ndarray] | None = None,
+        online: "Online | None" = None,
     ) -> None:
         self.folder, self.settings, self.target, self.store, self.inputs = folder, settings, target, store, inputs
         self.train_ids, self.heldout_ids, self.replay_k = train_ids, heldout_ids, replay_k
+        self.weights, self.online = weights, online
         self.ranks = ranks()
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.dtype = getattr(torch, settings.compute_dtype)
         self.draft, teacher, self.to_draft = initial_draft(config, target, vocab, settings)
         if settings.standardise and not (config.fc_norm or config.norm_before_fc):  # those standardise by themselves
-            rows = [store.read(name).aux for name in train_ids[:STANDARD_DOCUMENTS]]
-            self.draft.standardise(as_bfloat16(np.concatenate(rows)).flatten(1))
+            rows = [sample.aux for sample in self.samples(train_ids[:STANDARD_DOCUMENTS])]
+            self.draft.standardise(as_floats(np.concatenate(rows)).flatten(1))
         if settings.warm:
             warm_start(self.draft, settings.warm, target, settings.remap)
         elif settings.start == "least_squares":
@@ -137,17 +137,18 @@ class Trainer:
         self.draft.to(self.device)
         self.to_draft = self.to_draft.to(self.device)
         self.teacher_head = teacher.to(self.device, self.dtype)
-        self.optimizer = torch.optim.AdamW(
-            [p for p in self.draft.parameters() if p.requires_grad],
-            lr=settings.lr,
-            betas=(0.9, 0.95),
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
-        self.lengths = [len(store.tokens(name)) - 1 for name in train_ids]
+        for parameter in self.draft.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(getattr(torch, settings.masters))
+        self.masters = Masters(self.draft, self.ranks, self.dtype, settings.shard)
+        self.optimizers = make_optimizers(self.draft, settings)
+        size = online.length if online else lambda name: store.entry(name).tokens
+        self.lengths = [size(name) - 1 for name in train_ids]
         self.plan = [plan_epoch(self.lengths, settings.batch_tokens, settings.seed, e) for e in range(settings.epochs)]
         self.total = sum(map(len, self.plan))
         self.step = self.skipped = 0
+        self.saver = ThreadPoolExecutor(1, "saver")
+        self.saving: Future[Path] | None = None
 
     def _start(self) -> None:
         """The least-squares start, kept beside the checkpoints: a pass over the data is made once."""
@@ -160,7 +161,7 @@ class Trainer:
         if metadata.get("inputs") != self.inputs:
             with progress("start", len(self.train_ids), "documents") as advance:
                 groups = (self.train_ids[at : at + START_GROUP] for at in range(0, len(self.train_ids), START_GROUP))
-                batches = (pack([self.store.read(n) for n in group]) for group in groups if not advance(len(group)))
+                batches = (pack(self.samples(group)) for group in groups if not advance(len(group)))
                 seen = least_squares_start(self.draft, batches, START_ROWS)
             found = {name: t for name, t in self.draft.state_dict().items() if name.startswith(START_PARTS)}
             if self.ranks.first:
@@ -169,12 +170,18 @@ class Trainer:
 
     # one step
 
-    def read(self, epoch: int, index: int) -> Batch | None:
-        """This rank's part of a global batch; None when it has fewer documents than there are ranks."""
+    def samples(self, names: list[str], epoch: int = 0) -> list[Sample]:
+        return self.online.read(names, epoch) if self.online else [self.store.read(name) for name in names]
+
+    def read(self, epoch: int, index: int) -> list[Batch]:
+        """This rank's part of a global batch, in parts that go through the draft one after the other.
+
+        None at all where the batch has fewer documents than there are ranks.
+        """
         mine = share(self.plan[epoch][index], self.lengths, self.ranks.rank, self.ranks.size)
-        if not mine:
-            return None
-        return pack([self.store.read(self.train_ids[i]) for i in mine]).to(self.device, self.dtype)
+        samples = dict(zip(mine, self.samples([self.train_ids[i] for i in mine], epoch), strict=True))
+        parts = cut(mine, self.lengths, self.settings.micro_tokens)
+        return [pack([samples[i] for i in part], self.weights).to(self.device, self.dtype) for part in parts]
 
     def forward(self, batch: Batch, supervised: int, survivors: bool | None = None) -> Unrolled:
         """The unroll of this rank's batch; `supervised` rows are the loss's denominator, on all ranks together."""
@@ -194,35 +201,41 @@ class Trainer:
 
     def dry_step(self) -> float:
         """Forward and full backward of the first batch with a supervised row; gradients stay, nothing is updated."""
-        self.optimizer.zero_grad()
+        self.zero_grad()
         for index in range(len(self.plan[0])):
-            batch = self.read(0, index)
-            if batch is not None and batch.supervised:
-                loss = self.forward(batch, batch.supervised, survivors=False).loss
-                self.draft.backward(loss)
-                return float(loss.detach())
+            for batch in self.read(0, index):
+                if batch.supervised:
+                    loss = self.forward(batch, batch.supervised, survivors=False).loss
+                    self.draft.backward(loss)
+                    return float(loss.detach())
         raise EyasError("training: no batch holds a supervised token. Look at `eyas preview`.")
 
-    def update(self, batch: Batch | None) -> dict[str, Any] | None:
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def update(self, parts: list[Batch]) -> dict[str, Any] | None:
         """One optimizer step; None when loss or gradient were not finite and the step was left out."""
-        rate = learning_rate(self.settings, self.step, self.total)
-        for group in self.optimizer.param_groups:
+        rate, steps = learning_rate(self.settings, self.step, self.total), self.settings.steps
+        self.zero_grad()
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = rate
-        self.optimizer.zero_grad()
-        supervised = int(self.ranks.sum(torch.tensor(batch.supervised if batch else 0, device=self.device)))
+        supervised = int(self.ranks.sum(torch.tensor(sum(p.supervised for p in parts), device=self.device)))
         if not supervised:
             return {"loss": 0.0, "lr": rate, "grad_norm": 0.0, "acc": [], "oov": 0.0}
-        figures = torch.zeros(3 + 2 * self.settings.steps, dtype=torch.float64, device=self.device)
-        if batch is not None and batch.supervised:
-            result = self.forward(batch, supervised)
-            self.draft.backward(result.loss)
-            counts = [result.computed, result.unknown[0], *result.chains, *result.right]
-            figures += torch.tensor([float(result.loss.detach()), *counts], dtype=torch.float64, device=self.device)
-        loss, computed, unknown, *counts = self.ranks.sum(figures).tolist()
-        chains, right = counts[: self.settings.steps], counts[self.settings.steps :]
-        parameters = [p for p in self.draft.parameters() if p.requires_grad]
-        self.ranks.sum_gradients(parameters)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip))
+        figures = torch.zeros(5 + 2 * steps, dtype=torch.float64, device=self.device)
+        with self.masters.whole():
+            for batch in parts:
+                if batch.supervised:
+                    result = self.forward(batch, supervised)
+                    self.masters.backward(result.loss)
+                    sizes = [len(batch.tokens), result.computed, len(batch.final)]
+                    counts = [float(result.loss.detach()), *sizes, result.unknown[0], *result.chains, *result.right]
+                    figures += torch.tensor(counts, dtype=torch.float64, device=self.device)
+        loss, rows, computed, teachers, unknown, *counts = self.ranks.sum(figures).tolist()
+        chains, right = counts[:steps], counts[steps:]
+        self.masters.sum()
+        norm = self.masters.clip(self.settings.clip)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.skipped += 1
             if self.skipped > SKIPS_ALLOWED:
@@ -230,7 +243,8 @@ class Trainer:
                     f"training: {self.skipped} steps had a non-finite loss or gradient. Lower train.lr (now {self.settings.lr})."
                 )
             return None
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return {
             "loss": loss,
             "acc": [round(r / c, 4) if c else None for r, c in zip(right, chains, strict=True)],
@@ -238,6 +252,7 @@ class Trainer:
             "grad_norm": norm,
             "oov": unknown / max(chains[0], 1),
             "chain_steps": round(computed / supervised, 3),
+            "tflop": round(step_flops(self.draft.config, int(rows), int(computed), int(teachers)) / 1e12, 6),
         }
 
     # the loop
@@ -245,82 +260,87 @@ class Trainer:
     def fit(self) -> dict[str, Any]:
         """Train to the end, or on from the newest complete checkpoint. Returns figures."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        first = self.ranks.first
         self.resume()
-        start, waited, seconds = time.monotonic(), 0.0, time.monotonic()
+        first, settings = self.ranks.first, self.settings
+        order = [(e, i) for e, epoch in enumerate(self.plan) for i in range(len(epoch))]
+        peak = peak_flops(self.device, self.dtype) * self.ranks.size / 1e12
+        start = seconds = time.monotonic()
+        waited = flops = 0.0
         tokens = 0
         last: dict[str, Any] = {}
-        order = [(e, i) for e, epoch in enumerate(self.plan) for i in range(len(epoch))]
         with (
-            open(self.folder / "log.jsonl" if first else os.devnull, "a", encoding="utf-8") as log,
+            closing(Log(self.folder, settings.log_to, self.step)) if first else nullcontext() as log,
             ThreadPoolExecutor(1, "reader") as reader,
             progress("train", self.total, "step", done=self.step) if first else nullcontext(_silent) as advance,
             _signals() as stop,
         ):
-
-            def write(line: dict[str, Any]) -> None:
-                log.write(json.dumps(line) + "\n")
-                log.flush()
-
+            write = log.write if log else _silent
             if self.step == 0:
                 write({"step": 0, "epoch": 0.0, "validation": self.validate()})
-            ahead: Future[Batch | None] | None = None
+            ahead: Future[list[Batch]] | None = None
             while self.step < self.total:
                 epoch, index = order[self.step]
                 asked = time.monotonic()
-                batch = (ahead or reader.submit(self.read, epoch, index)).result()
+                parts = (ahead or reader.submit(self.read, epoch, index)).result()
                 wait = time.monotonic() - asked
                 ahead = reader.submit(self.read, *order[self.step + 1]) if self.step + 1 < self.total else None
-                figures = self.update(batch)
+                figures = self.update(parts)
                 self.step += 1
                 took, seconds = time.monotonic() - seconds, time.monotonic()
                 rows = sum(self.lengths[i] for i in self.plan[epoch][index])
-                waited, tokens = waited + wait, tokens + rows
+                work = (figures or {}).get("tflop", 0.0)
+                waited, tokens, flops = waited + wait, tokens + rows, flops + work
                 line = {"step": self.step, "epoch": round(epoch + (index + 1) / len(self.plan[epoch]), 4)}
                 timing = {"tokens_per_s": round(rows / took, 1), "data_wait": round(wait / took, 5)}
+                timing |= {"mfu": round(work / took / peak, 4), "memory_gb": round(peak_memory(self.device) / 1e9, 3)}
                 write(line | (figures or {"skipped": True}) | timing)
                 if figures and figures["acc"]:
                     last = figures
-                    advance(1, f"loss {figures['loss']:.3f} acc {figures['acc'][0]:.2f}")
-                else:
-                    advance(1)
-                every = self.settings.validate_every
-                ended = index + 1 == len(self.plan[epoch])
+                advance(1, f"loss {last['loss']:.3f} acc {last['acc'][0]:.2f}" if last else "")
+                every = settings.validate_every
                 tau = None
-                if (self.step % every == 0) if every else ended:
+                if self.step % every == 0 if every else index + 1 == len(self.plan[epoch]):
                     validation = self.validate()
                     tau = validation["tau"]
                     write(line | {"validation": validation})
                     seconds = time.monotonic()
-                stopping = any(self.ranks.gather(bool(stop)))
-                if self.step % self.settings.save_every == 0 or self.step == self.total or tau is not None or stopping:
-                    log.flush()
-                    if first:
-                        os.fsync(log.fileno())
+                stopping = bool(self.ranks.sum(torch.tensor(len(stop), device=self.device)))
+                if self.step % settings.save_every == 0 or self.step == self.total or tau is not None or stopping:
+                    if log:
+                        log.sync()
                     self.save(tau)
                     seconds = time.monotonic()
                 if stopping and self.step < self.total:
+                    self.saved()
                     raise Stopped(
                         f"training stopped at step {self.step} of {self.total}; resume with the same command."
                     )
-        spent = time.monotonic() - start
+            self.saved()
+        if self.online:
+            self.online.finish()
+        self.ranks.wait()  # nobody leaves before the last checkpoint stands
+        spent = max(time.monotonic() - start, 1e-9)
         return {
             "steps": self.total,
-            "epochs": self.settings.epochs,
+            "epochs": settings.epochs,
             "documents": len(self.train_ids),
             "tokens_seen": tokens,
-            "tokens_per_s": tokens / max(spent, 1e-9),
-            "data_wait_share": waited / max(spent, 1e-9),
+            "tokens_per_s": tokens / spent,
+            "data_wait_share": waited / spent,
+            "mfu": flops / spent / peak,
+            "peak_tflops": peak,
+            "peak_memory_bytes": peak_memory(self.device),
             "skipped_steps": self.skipped,
             "ranks": self.ranks.size,
             "loss": last.get("loss"),
-            "trained_parameters": sum(p.numel() for p in self.draft.parameters() if p.requires_grad),
+            "trained_parameters": sum(p.numel() for p in self.masters.trained),
         }
 
     def validate(self) -> dict[str, Any]:
         """Replay on the held-out conversations: the figure that counts, from joint prefixes."""
         mine = self.heldout_ids[self.ranks.rank :: self.ranks.size]
-        part = accept(self.draft, map(self.store.read, mine), self.replay_k, self.to_draft, self.dtype)
+        with self.masters.whole():
+            part = accept(self.draft, map(self.store.read, mine), self.replay_k, self.to_draft, self.dtype)
         parts = {c.id: c for found in self.ranks.gather(part.conversations) for c in found}
         found = Acceptance(self.replay_k, [parts[name] for name in self.heldout_ids])
         return brief(found) | {"protocol": protocol(found, self.replay_k, "own", "held-out conversations")}
@@ -328,39 +348,57 @@ class Trainer:
     # state
 
     def save(self, tau: float | None = None) -> None:
-        """Checkpoint of this step, with its validation tau where there is one. Every rank holds the same; the first writes."""
+        """Checkpoint of this step, with its validation tau where there is one.
+
+        The state is copied and training goes on while the first rank writes it; the one before must stand first.
+        """
+        self.saved()
+        model = {n: self._copy(t) for n, t in self.draft.state_dict().items() if n != "embed_tokens.weight"}
+        optimizer = {
+            f"{name}.{key}": self._copy(value)
+            for name, parameter in self.draft.named_parameters()
+            for one in self.optimizers
+            for key, value in one.state.get(parameter, {}).items()
+        }
         if self.ranks.first:
-            model = {n: t.cpu() for n, t in self.draft.state_dict().items() if n != "embed_tokens.weight"}
-            optimizer = {
-                f"{name}.{key}": value.cpu()
-                for name, parameter in self.draft.named_parameters()
-                if parameter in self.optimizer.state
-                for key, value in self.optimizer.state[parameter].items()
-            }
             state = {"inputs": self.inputs, "skipped": self.skipped, "tau": tau}
-            checkpoint.save(self.folder / "checkpoints", self.step, model, optimizer, state)
-        self.ranks.wait()
+            folder = self.folder / "checkpoints"
+            self.saving = self.saver.submit(checkpoint.save, folder, self.step, model, optimizer, state)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        whole = self.masters.full(tensor)  # all ranks together
+        return whole.detach().to("cpu", copy=True) if self.ranks.first else torch.empty(0)
+
+    def saved(self) -> None:
+        """Wait until the checkpoint in writing stands. Raises what its writer met."""
+        if self.saving is not None:
+            self.saving.result()
+            self.saving = None
 
     def load(self, path: Path) -> None:
         """Weights, optimizer state and position of a checkpoint."""
         model, optimizer, state = checkpoint.load(path, self.inputs)
-        self.draft.load_state_dict(model | {"embed_tokens.weight": self.draft.embed_tokens.weight.data})
-        for name, parameter in self.draft.named_parameters():
-            own = {k.removeprefix(name + "."): v for k, v in optimizer.items() if k.rpartition(".")[0] == name}
-            if own:
-                self.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in own.items()}
+        model["embed_tokens.weight"] = self.draft.embed_tokens.weight.data
+        like = self.draft.state_dict()
+        self.draft.load_state_dict({name: self.masters.placed(t, like[name]) for name, t in model.items()})
+        named = dict(self.draft.named_parameters())
+        for one in self.optimizers:
+            for parameter in (p for group in one.param_groups for p in group["params"]):
+                name = next(n for n, p in named.items() if p is parameter)
+                own = {k.removeprefix(name + "."): v for k, v in optimizer.items() if k.rpartition(".")[0] == name}
+                if own:
+                    one.state[parameter] = {key: self.masters.placed(value, parameter) for key, value in own.items()}
         self.step, self.skipped = state["step"], state["skipped"]
 
     def resume(self) -> None:
-        """Go on from the newest complete checkpoint; the log is cut back to it."""
-        found = checkpoint.steps(self.folder / "checkpoints")
+        """Go on from the newest complete checkpoint."""
+        folder = self.folder / "checkpoints"
+        found = checkpoint.steps(folder)
         if found:
             self.load(found[-1])
-        log = self.folder / "log.jsonl"
         self.ranks.wait()  # nobody looks for checkpoints any more when the first rank begins to write
-        if self.ranks.first and log.exists():
-            kept = [line for line in _lines(log) if self.step and line["step"] <= self.step]
-            log.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
+        if self.ranks.first:
+            checkpoint.sweep(folder)
 
 
 def brief(found: Acceptance) -> dict[str, Any]:
@@ -374,15 +412,7 @@ def brief(found: Acceptance) -> dict[str, Any]:
 
 
 def _silent(*_: Any) -> None:
-    """The progress of ranks that show none."""
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for text in path.read_text("utf-8").splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError:  # a line torn by a kill
-            return
+    """The log and progress of ranks that show none."""
 
 
 @contextmanager
