@@ -11,7 +11,7 @@ TORCH := torch==2.13.0
 STAMP := .venv/eyas-installed
 TARGET := models/smollm2-135m/config.json
 
-.PHONY: setup target demo test test-engines engine-table doctor-table lint engines clean
+.PHONY: setup target demo test test-engines engine-table engine-integers doctor-table lint engines clean
 
 setup: $(STAMP)
 
@@ -42,7 +42,8 @@ lint: setup
 
 # llama.cpp's quick part is among these when its environment is there (make engines ENGINES=llamacpp, seconds).
 test: lint target
-	.venv/bin/python -m pytest --ignore=tests/test_engines_vllm.py --ignore=tests/test_engines_sglang.py
+	.venv/bin/python -m pytest --ignore=tests/test_engines_vllm.py --ignore=tests/test_engines_sglang.py \
+	  --ignore=tests/test_engines_openvino.py
 
 # Every fault and every integer in every engine whose environment is there.
 test-engines: engines
@@ -51,6 +52,10 @@ test-engines: engines
 # Predicted against seen, tried anew in each of them and written into docs/engines.md
 engine-table: engines
 	.venv/bin/python tests/engines/faults.py
+
+# The demo draft's greedy tokens, drafted and accepted in each engine beside our own decoder's
+engine-integers: engines
+	.venv/bin/python tests/engines/side_by_side.py
 
 # What the doctor says of drafts broken on purpose, written into docs/doctor.md
 doctor-table: setup

@@ -500,8 +500,8 @@ class Stage:
 STAGES = [
     Stage("conversations", conversations, ("conversations",), ()),
     Stage("answers", answers, ("generate",), ("conversations",)),
-    Stage("vocab", vocab, ("vocab",), ("conversations", "answers")),
     Stage("store", store, ("extract",), ("answers",)),
+    Stage("vocab", vocab, ("vocab",), ("conversations", "answers")),
     Stage("audit", audit, ("draft", "train"), ("store", "vocab")),
     Stage("train", train, ("draft", "train"), ("store", "vocab", "audit")),
     Stage("draft", draft, ("export",), ("train",)),
