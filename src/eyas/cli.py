@@ -501,8 +501,6 @@ def decode(
     """Real speculative decoding with the target, beside plain decoding in the same process, token for token."""
     _one_shape("decode", k, tree, dtype)
     _check_run(run)
-    import torch
-
     from eyas.data.prompts import read_prompts
     from eyas.decode import compare as c
     from eyas.decode.replay import read_draft
@@ -511,7 +509,7 @@ def decode(
     propose = c.Tree.parse(tree) if tree else c.Chain(k or 4)
     known = read_target(target)
     (network, notes), asked = read_draft(draft, known, engine), read_prompts(prompts, limit, draft)
-    loaded = load_target(known, dtype, "cuda" if torch.cuda.is_available() else None)
+    loaded = load_target(known, dtype)
     settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
     found = c.decode(network, loaded, asked, propose, engine=engine, **settings) | {"notes": notes}
     _into_run(run, "decode", found)

@@ -393,8 +393,8 @@ def audit_checkpoint(run: Run, name: str | None = None) -> dict[str, Any]:
 
     trainer, path, exported = run.trainer(), checkpoint_path(run, name), run.folder / "draft"
     before, state = states_around(trainer, path)
-    made_of = read_json(exported / "eyas.json")["provenance"]["checkpoint"] if (exported / "eyas.json").exists() else ""
-    beside = exported if made_of == path.name else None
+    told = read_json(exported / "eyas.json") if (exported / "eyas.json").exists() else {}
+    beside = exported if told.get("provenance", {}).get("checkpoint") == path.name else None
     return audit_after(before, state, frozen_by(run), beside, run.target, trainer.draft.config)
 
 

@@ -302,7 +302,10 @@ def _find_body(model: Any, num_layers: int) -> Any:
 def load_target(
     name: str | Path | Target, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False
 ) -> LoadedTarget:
-    """Load weights and tokenizer. `dtype` is "auto" (as stored), "bfloat16", "float16" or "float32"."""
+    """Load weights and tokenizer. `dtype` is "auto" (as stored), "bfloat16", "float16" or "float32".
+
+    `device`: a GPU where there is one, when left out.
+    """
     import torch
     import transformers
 
@@ -323,8 +326,8 @@ def load_target(
     if model is None:
         raise UsageError(f"{target.path}: Transformers cannot load this target ({failure}).")
     model.eval().requires_grad_(False)
-    if device:
-        cast(Any, model).to(device)
+    if device or torch.cuda.is_available():
+        cast(Any, model).to(device or "cuda")
     return LoadedTarget(target, model, load_tokenizer(target, trust_remote_code))
 
 

@@ -22,10 +22,7 @@ class Extractor:
     """One actor: a loaded target and a writer."""
 
     def __init__(self, name: str, target: Path, dtype: str, trust: bool, path: str, layers: list[int], codec: str):
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else None
-        self.target, self.layers = load_target(read_target(target), dtype, device, trust), layers
+        self.target, self.layers = load_target(read_target(target), dtype, trust_remote_code=trust), layers
         self.writer = e.open_writer(path, self.target, layers, codec, writer=name)
 
     def work(self, documents: list[dict[str, Any]], done: set[str]) -> int:
