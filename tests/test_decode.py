@@ -127,7 +127,7 @@ def test_rounds_equal_an_engine_without_a_cache(pair, written, options):
     for document in written[:5]:
         prompt = document["tokens"][: document["spans"][0][0]]
         for k in (1, 3):
-            expected = reference.speculate(pair.loaded.model, state, config, prompt, 14, k, short_end=False)
+            expected = reference.speculate(pair.loaded.model, state, config, prompt, 14, k, last="whole")
             found = Decoder(pair.loaded, draft, Chain(k)).answer(list(prompt), 14 + k, frozenset())
             before = list(itertools.accumulate(found.accepted, lambda n, kept: n + kept + 1, initial=1))
             rounds = [kept for n, kept in zip(before, found.accepted, strict=False) if n < 14]
