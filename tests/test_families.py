@@ -194,9 +194,10 @@ def test_the_whole_way(loaded, tmp_path):
 
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=1e-3)
     sources = {"embed_tokens": "target", "lm_head": "target rows", "fc": "random"}
+    supervised = sum(int(store.read(name).supervised.sum()) for name in store.ids)
     before = audit.audit_before(
         target, draft, teacher_head=head, optimizer=optimizer, sources=sources, store_meta=store.meta,
-        store_figures={"tokens": int(store.lengths.sum())}, vocab={"always": [2]}, policy_frozen={"embed_tokens"},
+        store_figures={"tokens": int(store.lengths.sum()), "supervised_tokens": supervised}, vocab={"always": [2]}, policy_frozen={"embed_tokens"},
         dry_step=dry_step,
     )  # fmt: skip
     assert before["verdict"] == "go", before["reasons"]
