@@ -14,7 +14,7 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from train_parts import finish, kill, log_lines, losses, newest, same_bits, start, state
+from train_parts import finish, kill, log_lines, losses, newest, same_bits, start, state, train_by_torch
 
 from eyas.recipe import read_recipe
 from eyas.run import Run, run_all
@@ -83,6 +83,12 @@ def test_any_number_of_ranks_gives_the_same_curve_whole_or_sharded(trained):
         for key, tensor in state(trained["1"]).items():
             if key.startswith("model"):
                 torch.testing.assert_close(state(out)[key], tensor, rtol=2e-3, atol=2e-4)
+
+
+def test_the_curve_is_that_of_torchs_own_data_parallel(recipe, trained, tmp_path):
+    """DistributedDataParallel, plain autograd, torch's clipping: none of the sums is ours."""
+    finish(start(recipe, tmp_path / "ddp", 2, train_by_torch))
+    assert json.loads((tmp_path / "ddp/losses.json").read_text()) == pytest.approx(losses(trained["2"]), rel=2e-5)
 
 
 @pytest.mark.parametrize("shard", [False, True])

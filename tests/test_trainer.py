@@ -24,6 +24,7 @@ from eyas.recipe import Recipe, Train
 from eyas.run import Run, checkpoint_path
 from eyas.target import read_target
 from eyas.train import checkpoint
+from eyas.train import trainer as trainer_module
 from eyas.train.log import step_flops
 from eyas.train.trainer import Stopped, Trainer, learning_rate, plan_epoch
 
@@ -174,6 +175,18 @@ def test_parts_of_a_batch_give_the_update_of_the_whole(make):
     whole.fit()
     parts.fit()
     assert losses(parts.folder) == pytest.approx(losses(whole.folder), rel=1e-5)
+
+
+def test_workers_give_the_update_of_one(make, monkeypatch):
+    one = make("one", compute_dtype="float32")
+    monkeypatch.setattr(trainer_module, "WORKER_ROWS", 20)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    two, again = (make(name, compute_dtype="float32") for name in ("two", "again"))
+    assert len(two.twins) == 1 > len(one.twins)
+    for trainer in (one, two, again):
+        trainer.fit()
+    assert losses(two.folder) == pytest.approx(losses(one.folder), rel=1e-5)
+    assert same_bits(two.folder, again.folder)
 
 
 def test_muon_has_the_matrices_and_adamw_the_rest(make):

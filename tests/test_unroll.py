@@ -118,6 +118,37 @@ def test_a_rule_of_ones_own_weighs_and_ends_chains():
     assert right.computed == usual.computed < halves.computed and torch.equal(right.loss, usual.loss)
 
 
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(masks, st.integers(2, 4), st.integers(1, 5), st.sampled_from(OPTIONS), st.integers(0, 99), st.booleans())
+def test_shares_of_a_batch_add_up_to_it(masks, parts, steps, options, seed, survivors):
+    config = small_config(**options)
+    draft, rng = small_draft(config, seed), np.random.default_rng(seed)
+    batch = pack([random_sample(rng, str(i), mask, config) for i, mask in enumerate(masks)]).to("cpu", torch.float64)
+    head = torch.randn(config.draft_vocab_size, config.target_hidden_size, dtype=torch.float64)
+    shares = batch.split(parts, steps)
+    assert sum(share.supervised for share in shares) == batch.supervised
+    rest = (steps, head, LogitRule(), to_draft_ids(draft))
+    twins = [draft.twin() for _ in shares]
+    found = [twin.unroll(share, *rest, survivors=survivors) for twin, share in zip(twins, shares, strict=True)]
+    whole = draft.unroll(batch, *rest, survivors=survivors)
+    assert torch.equal(torch.cat([f.accepted for f in found]), whole.accepted)
+    for name in ("chains", "right", "possible", "unknown"):
+        assert [sum(counts) for counts in zip(*(getattr(f, name) for f in found), strict=True)] == getattr(whole, name)
+    torch.testing.assert_close(sum(f.loss for f in found), whole.loss, atol=1e-9, rtol=1e-9)
+    if not whole.loss.requires_grad:
+        return
+    draft.backward(whole.loss)
+    for twin, result in zip(twins, found, strict=True):
+        if result.loss.requires_grad:
+            twin.backward(result.loss)
+    for own, *others in zip(draft.parameters(), *(twin.parameters() for twin in twins), strict=True):
+        assert all(other.data_ptr() == own.data_ptr() for other in others)
+        grads = [other.grad for other in others if other.grad is not None]
+        assert (own.grad is None) == (not grads)
+        if grads:
+            torch.testing.assert_close(sum(grads), own.grad, atol=1e-9, rtol=1e-9)
+
+
 @given(st.lists(st.booleans(), min_size=2, max_size=30))
 def test_chain_depth_counts_supervised_tokens(mask):
     expected = []

@@ -4,16 +4,23 @@ import json
 import multiprocessing
 import os
 import socket
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
 
+from eyas.draft import model
+from eyas.draft.batch import Batch
 from eyas.recipe import read_recipe
 from eyas.run import Run
 from eyas.train import checkpoint
+from eyas.train.trainer import Trainer, learning_rate
 
 SERVER = multiprocessing.get_context(
     "forkserver"
@@ -24,21 +31,68 @@ TIMING = ("tokens_per_s", "data_wait", "mfu", "memory_gb")
 
 def train(recipe: str, out: str, change: dict[str, Any], rank: int, size: int, port: int) -> None:
     """Train as the recipe says, with some settings changed, into the folder `out`; one rank of `size`."""
+    _trainer(recipe, out, change, rank, size, port).fit()
+
+
+def _trainer(recipe: str, out: str, change: dict[str, Any], rank: int, size: int, port: int) -> Trainer:
     if size > 1:
         names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in names.items()})
     torch.set_num_threads(1)
     os.chdir(Path(recipe).parent)
     run = Run(read_recipe(recipe))
-    run.trainer(Path(out), run.recipe.train.model_copy(update=change), inputs="same").fit()
+    return run.trainer(Path(out), run.recipe.train.model_copy(update=change), inputs="same")
 
 
-def start(recipe: Path, out: Path, ranks: int = 1, **change: Any) -> list[BaseProcess]:
+def plain_head_loss(hidden, master, head, sink, teacher, index, weight, kind):  # type: ignore[no-untyped-def]
+    """Soft cross-entropy and greedy choice by autograd, for `head_loss`."""
+    logits = hidden @ master.T
+    return (-(teacher.read(index) * logits.log_softmax(-1)).sum(-1) * weight).sum(), logits.argmax(-1)
+
+
+class Step(torch.nn.Module):
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self.draft, self.loss = trainer.draft, trainer.forward
+
+    def forward(self, batch: Batch, supervised: float) -> torch.Tensor:
+        return self.loss(batch, supervised).loss  # type: ignore[arg-type]
+
+
+def train_by_torch(recipe: str, out: str, change: dict[str, Any], rank: int, size: int, port: int) -> None:
+    """The same batches and schedule by DistributedDataParallel, autograd and torch's own clipping and AdamW."""
+    trainer = _trainer(recipe, out, change, rank, size, port)
+    model.Linear.forward = lambda self, x: F.linear(x, self.weight, self.bias)  # type: ignore[method-assign]
+    model.head_loss = plain_head_loss  # type: ignore[assignment]
+    step = DistributedDataParallel(Step(trainer))
+    trained = [p for p in trainer.draft.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=trainer.settings.weight_decay)
+    found: list[float] = []
+    for epoch, plan in enumerate(trainer.plan):
+        for index in range(len(plan)):
+            (batch,) = trainer.read(epoch, index)
+            counts = torch.tensor(float(batch.supervised))
+            dist.all_reduce(counts)
+            loss = step(batch, float(counts) / size)  # the wrapper takes the mean of the ranks' gradients
+            optimizer.param_groups[0]["lr"] = learning_rate(trainer.settings, len(found), trainer.total)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, trainer.settings.clip)
+            optimizer.step()
+            whole = loss.detach() / size
+            dist.all_reduce(whole)
+            found.append(float(whole))
+    if rank == 0:
+        Path(out).mkdir(parents=True)
+        (Path(out) / "losses.json").write_text(json.dumps(found))
+
+
+def start(recipe: Path, out: Path, ranks: int = 1, work: Callable = train, **change: Any) -> list[BaseProcess]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     jobs = [
-        SERVER.Process(target=train, args=(str(recipe), str(out), change, rank, ranks, port)) for rank in range(ranks)
+        SERVER.Process(target=work, args=(str(recipe), str(out), change, rank, ranks, port)) for rank in range(ranks)
     ]
     for job in jobs:
         job.start()

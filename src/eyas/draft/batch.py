@@ -47,6 +47,39 @@ class Batch:
         }
         return Batch(documents=self.documents, **moved)
 
+    def split(self, parts: int, steps: int) -> list["Batch"]:
+        """The same chains of `steps` steps dealt out to batches of about equally many; views where that is possible.
+
+        Rows before a part's first chain in its document come along and give keys and values, as a prompt's do. There
+        are fewer parts where there are fewer chains.
+        """
+        chains = torch.nonzero(self.depth > 0).squeeze(1)
+        if parts == 1 or len(chains) < 2:
+            return [self]
+        found = []
+        for part in chains.tensor_split(min(parts, len(chains))):
+            first, last = int(part[0]), int(part[-1])
+            documents = [(start, end) for start, end in self.documents if start <= last and end > first]
+            low, high = documents[0][0], min(last + steps, documents[-1][1])  # chains read the tokens that they draft
+            depth = self.depth[low:high].clone()
+            depth[: first - low] = 0
+            depth[last - low + 1 :] = 0
+            given = slice(int(self.teacher[first]), int(self.teacher[last]) + steps)
+            found.append(
+                Batch(
+                    aux=self.aux[low:high],
+                    tokens=self.tokens[low:high],
+                    positions=self.positions[low:high],
+                    depth=depth,
+                    teacher=(self.teacher[low:high] - given.start).clamp_min(0),
+                    final=self.final[given],
+                    argmax=self.argmax[given],
+                    documents=[(start - low, min(end, high) - low) for start, end in documents],
+                    weight=None if self.weight is None else self.weight[low:high],
+                )
+            )
+        return found
+
 
 def chain_depth(supervised: np.ndarray) -> np.ndarray:
     """int64 [T-1]: for row t, the length of x_{t+2}, x_{t+3}, … inside the supervised span that holds x_{t+1}."""

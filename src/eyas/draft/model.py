@@ -4,6 +4,7 @@ Parameters are float32 masters; matrices are cast once per optimizer step to the
 is added up in float32.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -284,6 +285,11 @@ class Draft(nn.Module):
             found = module.sink.take(module.weight)
             if found is not None:
                 module.weight.grad = found if module.weight.grad is None else module.weight.grad + found
+
+    def twin(self) -> "Draft":
+        """The same weights in the same memory, with gradients of its own: a second thread computes with it."""
+        memo = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.parameters()}
+        return copy.deepcopy(self, memo)
 
     def standardise(self, aux: torch.Tensor) -> None:
         """Let fc read auxiliary states [n, A*H] divided by each channel's rms on these rows, to the nearest power of two.

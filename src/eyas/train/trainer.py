@@ -38,6 +38,7 @@ START_ROWS = 1 << 17  # of the least-squares start
 START_GROUP = 16  # documents a product
 START_PARTS = ("fc.", "norm.", "layers.")
 STANDARD_DOCUMENTS = 64  # whose rows give each auxiliary channel its scale
+WORKER_ROWS = 256  # of a global batch, for each worker
 SKIPS_ALLOWED = 10  # non-finite steps before the run is stopped
 
 
@@ -142,6 +143,9 @@ class Trainer:
                 parameter.data = parameter.data.to(getattr(torch, settings.masters))
         self.masters = Masters(self.draft, self.ranks, self.dtype, settings.shard)
         self.optimizers = make_optimizers(self.draft, settings)
+        self.twins = [self.draft.twin() for _ in range(self._workers() - 1)]
+        self.threads = torch.get_num_threads() // (1 + len(self.twins))
+        self.pool = ThreadPoolExecutor(1 + len(self.twins), "worker", torch.set_num_threads, (self.threads,))
         size = online.length if online else lambda name: store.entry(name).tokens
         self.lengths = [size(name) - 1 for name in train_ids]
         self.plan = [plan_epoch(self.lengths, settings.batch_tokens, settings.seed, e) for e in range(settings.epochs)]
@@ -183,10 +187,18 @@ class Trainer:
         parts = cut(mine, self.lengths, self.settings.micro_tokens)
         return [pack([samples[i] for i in part], self.weights).to(self.device, self.dtype) for part in parts]
 
-    def forward(self, batch: Batch, supervised: int, survivors: bool | None = None) -> Unrolled:
-        """The unroll of this rank's batch; `supervised` rows are the loss's denominator, on all ranks together."""
+    def _workers(self) -> int:
+        """Threads that each take a share of a part's chains: small products do not feed several cores together."""
+        if self.device.type != "cpu" or self.masters.sharded:
+            return 1
+        return max(1, min(torch.get_num_threads(), self.settings.batch_tokens // WORKER_ROWS))
+
+    def forward(
+        self, batch: Batch, supervised: int, survivors: bool | None = None, draft: Draft | None = None
+    ) -> Unrolled:
+        """The unroll of a batch; `supervised` rows are the loss's denominator, on all ranks together."""
         s = self.settings
-        return self.draft.unroll(
+        return (draft or self.draft).unroll(
             batch,
             s.steps,
             self.teacher_head,
@@ -227,11 +239,9 @@ class Trainer:
         with self.masters.whole():
             for batch in parts:
                 if batch.supervised:
-                    result = self.forward(batch, supervised)
-                    self.masters.backward(result.loss)
-                    sizes = [len(batch.tokens), result.computed, len(batch.final)]
-                    counts = [float(result.loss.detach()), *sizes, result.unknown[0], *result.chains, *result.right]
-                    figures += torch.tensor(counts, dtype=torch.float64, device=self.device)
+                    figures += torch.tensor(self._pass(batch, supervised), dtype=torch.float64, device=self.device).sum(
+                        0
+                    )
         loss, rows, computed, teachers, unknown, *counts = self.ranks.sum(figures).tolist()
         chains, right = counts[:steps], counts[steps:]
         self.masters.sum()
@@ -254,6 +264,26 @@ class Trainer:
             "chain_steps": round(computed / supervised, 3),
             "tflop": round(step_flops(self.draft.config, int(rows), int(computed), int(teachers)) / 1e12, 6),
         }
+
+    def _pass(self, batch: Batch, supervised: int) -> list[list[float]]:
+        """Forward and backward of a part; gradients are added to those before. Each worker's counts, as `update` sums them."""
+
+        def work(draft: Draft, share: Batch) -> list[float]:
+            result = self.forward(share, supervised, draft=draft)
+            self.masters.backward(result.loss) if draft is self.draft else draft.backward(result.loss)
+            sizes = [len(share.tokens), result.computed, len(share.final)]
+            return [float(result.loss.detach()), *sizes, result.unknown[0], *result.chains, *result.right]
+
+        if not self.twins:
+            return [work(self.draft, batch)]
+        shares = batch.split(1 + len(self.twins), self.settings.steps)
+        counts = list(self.pool.map(work, [self.draft, *self.twins], shares))
+        for twin in self.twins:
+            for own, other in zip(self.draft.parameters(), twin.parameters(), strict=True):
+                if other.grad is not None:
+                    own.grad = other.grad if own.grad is None else own.grad.add_(other.grad)
+                    other.grad = None
+        return counts
 
     # the loop
 
