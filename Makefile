@@ -49,9 +49,10 @@ test: lint target
 test-engines: engines
 	EYAS_ENGINES=all .venv/bin/python -m pytest tests/test_engines_*.py
 
-# Predicted against seen, tried anew in each of them and written into docs/engines.md
+# Predicted against seen, tried anew in each of them and written into docs/engines.md (it takes long: one that was cut
+# off goes on with RESUME=--resume)
 engine-table: engines
-	.venv/bin/python tests/engines/faults.py
+	.venv/bin/python tests/engines/faults.py $(ENGINES) $(RESUME)
 
 # The demo draft's greedy tokens, drafted and accepted in each engine beside our own decoder's
 engine-integers: engines

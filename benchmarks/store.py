@@ -26,7 +26,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyas.features.codec import CODECS
-from eyas.features.store import Sample, Store, StoreWriter, relative_error, spans_of, teacher_positions
+from eyas.features.record import Sample, relative_error, spans_of, teacher_positions
+from eyas.features.store import Store, StoreWriter
 
 
 def tensor(bits: np.ndarray) -> torch.Tensor:

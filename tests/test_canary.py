@@ -2,7 +2,14 @@
 
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -168,3 +175,59 @@ def test_the_command(tmp_path, capsys):
     assert code == 1 and said["wire"] == "layers" and "one later" in said["says"]
     code, said = run("canary", tmp_path, "--engine", "llamacpp", "--measured", "1 1 1")
     assert code == 0 and said["wire"] == "right"
+
+
+SERVER = """
+import http.server, os, pathlib, subprocess, sys, time
+note, model, port = pathlib.Path(sys.argv[1]), sys.argv[-3], int(sys.argv[-1])
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+(note / "started").write_text(f"{os.getpid()} {worker.pid}")
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path != "/health":
+            (note / "asked").touch()
+            time.sleep(600)
+        self.send_response(200)
+        self.end_headers()
+
+if sys.argv[2] == "answers":
+    http.server.HTTPServer(("127.0.0.1", port), Answers).serve_forever()
+time.sleep(600)
+"""
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(("mode", "moment"), [("loads", "started"), ("answers", "asked")])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_to_the_command_stops_its_server(tmp_path, mode, moment, number):
+    """While the server is loading and while it is being asked: it and its worker are gone when the command is."""
+    said = {"engine": "vllm", "serve": "vllm serve some-model", "layers": [1, 5, 8], "prompt": [3, 4, 5, 6]}
+    (tmp_path / "canary.json").write_text(json.dumps(said))
+    (tmp_path / "server.py").write_text(SERVER)
+    program = f"{sys.executable} {tmp_path / 'server.py'} {tmp_path} {mode}"
+    command = [sys.executable, "-m", "eyas", "canary", str(tmp_path), "--engine", "vllm", "--run", program]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        while not (tmp_path / moment).exists() and running.poll() is None:
+            time.sleep(0.05)
+        time.sleep(0.05)  # the note's few bytes are written
+        pids = [int(pid) for pid in (tmp_path / "started").read_text().split()]
+        assert running.poll() is None and len(pids) == 2 and all(map(alive, pids))
+        running.send_signal(number)
+        assert running.wait(60) == 128 + number
+        for _ in range(1200):  # the worker is told at the same time, and nobody waits for it
+            if any(map(alive, pids)):
+                time.sleep(0.05)
+        assert not any(map(alive, pids))
+    finally:
+        running.kill()
+        for pid in (tmp_path / "started").read_text().split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)

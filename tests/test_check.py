@@ -1,9 +1,11 @@
 """The serving contract: every fault is found, with the right verdict in each engine, and healthy drafts pass."""
 
 import json
+import re
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -557,3 +559,16 @@ def test_a_draft_that_cannot_be_read_is_not_repaired(target, tmp_path):
     save_file({"fc.weight": torch.ones(1), "model.fc.weight": torch.ones(1)}, file)
     with pytest.raises(EyasError, match="two tensors are called"):
         fix(draft, tmp_path / "f", target)
+
+
+def test_the_table_of_effects_is_whole():
+    """Every row names known engines, severities and outcomes, and every condition that check finds has a row."""
+    outcomes = {"raises", "raises late", "random", "drops", "replaced", "differs", "harmless"}
+    for rule, effects in contract.EFFECTS.items():
+        assert effects.keys() <= contract.ENGINES.keys(), rule
+        assert all(
+            kind in ("error", "warn", "info") and outcome in outcomes for kind, outcome, _ in effects.values()
+        ), rule
+    source = Path(contract.__file__).with_name("check.py").read_text("utf-8")
+    keys = set(re.findall(r'(?:Hit\(|key = |key, fix = )"([A-Z0-9_]+(?::\w+)?)"', source))
+    assert len(keys) > 50 and keys <= contract.EFFECTS.keys()

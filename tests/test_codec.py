@@ -72,7 +72,7 @@ def test_rounding_to_bf16_is_torchs(value: np.ndarray) -> None:
 
 def test_sizes_and_errors_on_states_with_massive_channels() -> None:
     bits = np.concatenate([make_sample(i, 200).aux for i in range(3)])
-    from eyas.features.store import relative_error
+    from eyas.features.record import relative_error
 
     size, error = {}, {}
     for name, method in CODECS.items():

@@ -292,6 +292,17 @@ def test_a_tree_is_compared_with_trees(trained, tiny_target, tmp_path):
     assert any(f"replayed {wanted:.2f}" in line for cause in found["causes"] for line in cause["evidence"]), found
 
 
+def test_the_replay_is_of_the_conversations_that_were_measured(trained, tiny_target, tmp_path):
+    parts = json.loads((trained / "conversations" / "split.json").read_text())
+    assert len(parts["heldout"]) > 2
+    protocol = {"k": 3, "data": "held-out conversations", "prompts": 2, "temperature": 0.0, "shape": "chain"}
+    (tmp_path / "m.json").write_text(json.dumps({"tau": 1.0, "protocol": protocol}))
+    case = case_from(trained, None, str(tiny_target), None, None, None, tmp_path / "m.json")
+    assert case.own["protocol"]["prompts"] == 2
+    whole = case_from(trained, None, str(tiny_target), None, None, None, None)
+    assert whole.own["protocol"]["prompts"] == len(parts["heldout"])
+
+
 def test_nothing_is_proved_by_no_conversations(trained, tiny_target, tmp_path):
     """A store without the held-out conversations: their replay would be a tau of 1.0, and agree with any figure."""
     run = tmp_path / "run"

@@ -35,7 +35,7 @@ def test_sglang_gives_the_references_integers(pair, tmp_path, name):
     folder = export(state, config, pair.target, tmp_path / "d", provenance={}, dtype="float32")
     runs = [reference.speculate(pair.model, state, config.to_dict(), list(p), NEW, K, "whole") for p in PROMPTS]
     with Sglang() as sglang:
-        served = sglang(pair.target.path, folder, [list(p) for p in PROMPTS], NEW, K)
+        served = sglang(pair.target.path, folder, [list(p) for p in PROMPTS], NEW, K, tmp_path)
     assert served == {"answers": runs}
 
 

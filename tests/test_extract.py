@@ -247,7 +247,8 @@ def test_a_fresh_look_at_the_target_agrees_or_names_the_layer(
     }
     # a store that says out(1), out(4), out(6) and holds out(2), out(4), out(6)
     extract(documents, target, tmp_path / "wrong", layers=[2, 4, 6], threshold=0)
-    from eyas.features.store import Place, read_description, write_description
+    from eyas.features.index import read_description, write_description
+    from eyas.features.place import Place
 
     place = Place(tmp_path / "wrong")
     write_description(place, {**read_description(place), "layers": LAYERS})

@@ -198,7 +198,7 @@ def test_flags_say_the_setting():
     assert json.loads(said["vllm"].split("'")[1]) == {
         "method": "eagle3", "model": "runs/x/draft", "num_speculative_tokens": 3,
     }  # fmt: skip
-    assert said["llamacpp"].endswith("--spec-draft-n-max 3")
+    assert said["llamacpp"].endswith("--spec-draft-n-max 3 --spec-draft-p-min 0")
 
 
 def test_costs_are_measured_here(pair, draft):

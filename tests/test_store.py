@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,8 @@ from store_parts import LAYERS, STORE, make_sample, same
 
 from eyas.errors import EyasError, UsageError
 from eyas.features import health
-from eyas.features.store import Store, StoreWriter, mask_of, spans_of, teacher_positions
+from eyas.features.record import mask_of, spans_of, teacher_positions
+from eyas.features.store import Store, StoreWriter
 
 TESTS = Path(__file__).parent
 
@@ -190,6 +192,26 @@ def test_repair_drops_the_bad_keeps_the_good_and_extraction_fills_the_gap(tmp_pa
     assert {bad["sample"] for bad in health.verify(tmp_path)["bad"]} == {"c002", "c011"}
     fill(tmp_path)
     assert holds(tmp_path, 12) and health.verify(tmp_path, deep=True)["bad"] == []
+
+
+@pytest.mark.parametrize("codec", ["bf16", "bf16z"])
+def test_a_reader_follows_a_sample_that_was_extracted_again(tmp_path: Path, codec: str) -> None:
+    """Where its old record lay, and how, is forgotten."""
+    with StoreWriter(tmp_path, **STORE, codec=codec) as store:
+        store.append(make_sample(1, length=40))
+        store.append(make_sample(2))
+        store.finish()
+    reader = Store(tmp_path)
+    assert same(reader.read("c001"), make_sample(1, length=40)) and same(reader.read("c002"), make_sample(2))
+    entry = reader.entry("c001")
+    flip(tmp_path / entry.shard, entry.offset + entry.length - 1)
+    assert [bad["sample"] for bad in health.repair(tmp_path)["dropped"]] == ["c001"]
+    again = replace(make_sample(3, length=70), id="c001")
+    with StoreWriter(tmp_path, **STORE, codec=codec) as store:
+        store.append(again)
+        store.finish()
+    reader.refresh()
+    assert same(reader.read("c001"), again) and same(reader.read("c002"), make_sample(2))
 
 
 def test_a_deleted_shard(tmp_path: Path) -> None:

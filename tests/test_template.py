@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from eyas.data.template import ChatTemplate, TemplateRefusal
@@ -260,9 +260,40 @@ def test_whatever_is_supervised_is_proved(name, texts, style):
 def test_without_offsets_the_mask_is_the_same(name):
     """A tokenizer that gives no offsets (plain Python) is served by tokenising prefixes: same answer."""
     made, slow = template(name), ChatTemplate(make_tokenizer(name), FAMILIES[name].options)
-    slow._backend = None
+    slow._backend = slow._words = None
     for messages in (talk(*TURNS[:4]), talk("Hi", "  Padded \n"), talk("Hi", "<think>\nHm.\n</think>\n\nYes.")):
         assert made.mask_conversation(messages) == slow.mask_conversation(messages)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FAMILIES)),
+    texts=st.lists(WORDS | st.text(max_size=8) | st.sampled_from(TURNS), min_size=2, max_size=6),
+    trim=st.booleans(),
+)
+def test_remembered_words_change_no_mask(name, texts, trim):
+    """The words' short cut against the tokenizer's own offsets, which may leave out spaces (`trim`)."""
+    made, slow = by_words(name, True, trim), by_words(name, False, trim)
+    messages = talk(*texts[: len(texts) // 2 * 2])
+    assert made.mask_conversations([messages]) == slow.mask_conversations([messages])
+    assert list(map(str, made.prompts([messages[:1]]))) == list(map(str, slow.prompts([messages[:1]])))
+
+
+@lru_cache
+def by_words(name: str, words: bool, trim: bool) -> ChatTemplate:
+    tokenizer = make_tokenizer(name)
+    if trim:
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    made = ChatTemplate(tokenizer, FAMILIES[name].options)
+    made.end_ids, made._end_texts = template(name).end_ids, template(name)._end_texts
+    if not words:
+        made._words = None
+    return made
+
+
+def test_which_tokenizers_are_cut_into_words():
+    assert [name for name in FAMILIES if template(name)._words is None] == ["phi3"]  # its end token takes spaces along
+    assert all(template(name, "spaces")._words is None for name in FAMILIES)
 
 
 def test_batches_equal_single_conversations_and_one_refusal_costs_one_row():

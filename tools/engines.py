@@ -49,7 +49,7 @@ def make(engine: str) -> None:
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     for line in RECIPES[engine]:
         print(f"{engine}: pip install {' '.join(line)}", file=sys.stderr, flush=True)
-        subprocess.run([*pip, "install", "-q", *line], check=True, cwd=ROOT)
+        subprocess.run([*pip, "install", "-q", "--no-compile", *line], check=True, cwd=ROOT)
     if engine in REMOVE:
         subprocess.run([*pip, "uninstall", "-q", "-y", *REMOVE[engine]], check=True)
     done.write_text(recipe)
@@ -66,6 +66,7 @@ def main() -> int:
         try:
             make(engine)
         except subprocess.CalledProcessError:
+            shutil.rmtree(ROOT / f".venv-{engine}", ignore_errors=True)  # half-made, it would be taken for whole
             print(f"{engine}: pip failed (see above); the other environments are not touched.", file=sys.stderr)
             return 1
     return 0

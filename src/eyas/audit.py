@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.draft.config import DraftConfig, draft_config_for
-from eyas.errors import EyasError, first_line
+from eyas.errors import EyasError, first_line, listing
 from eyas.files import read_json
 from eyas.serving.names import draft_config_from, expected_shapes
 from eyas.target import Target
@@ -103,7 +103,7 @@ class _Audit:
         found = {text: [name for name in names if wrong(name)] for text, wrong in faults.items()}
         for text, bad in found.items():
             if bad:
-                self.say(component, FAIL, text.format(_list(bad)))
+                self.say(component, FAIL, text.format(listing(bad)))
         return any(found.values())
 
     def check(self, name: str, result: str | bool, detail: str) -> None:
@@ -178,11 +178,6 @@ class _Audit:
 
 def _state(result: str | bool) -> str:
     return result if isinstance(result, str) else OK if result else FAIL
-
-
-def _list(names: Iterable[str], most: int = 3) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # ---- from configs alone ----------------------------------------------------------------------------------------------
@@ -327,7 +322,7 @@ def _check_shapes(audit: _Audit, found: Tensors, absent: Collection[str] = ()) -
         elif name not in found and name not in absent:
             audit.say(component_of(name), FAIL, f"{name} is missing from the draft")
     if unknown := sorted(found.keys() - audit.shapes.keys()):
-        audit.check("tensors", FAIL, f"The draft has parameters that its config does not know: {_list(unknown)}.")
+        audit.check("tensors", FAIL, f"The draft has parameters that its config does not know: {listing(unknown)}.")
 
 
 def _check_memory(audit: _Audit, tensors: Tensors) -> None:
@@ -373,9 +368,9 @@ def _check_map(
     needed = {int(i) for i in vocab.get("always", ())} | set(target.eos_ids)
     absent = sorted(i for i in needed if not 0 <= i < len(inside) or not inside[i])
     if ends := [str(i) for i in absent if i in target.eos_ids]:
-        audit.say("t2d", FAIL, f"the end token {_list(ends)} is not in it, so the draft can never end an answer")
+        audit.say("t2d", FAIL, f"the end token {listing(ends)} is not in it, so the draft can never end an answer")
     if others := [str(i) for i in absent if i not in target.eos_ids]:
-        audit.say("t2d", FAIL, f"special tokens {_list(others)} are not in it")
+        audit.say("t2d", FAIL, f"special tokens {listing(others)} are not in it")
     if needed and not absent:
         audit.say("t2d", OK, f"all {len(needed)} special and end tokens are in")
 
@@ -441,7 +436,7 @@ def _check_training(audit: _Audit, parameters: Tensors, groups: list[Json]) -> N
         narrow = [n for n in names if grad[n] and parameters[n].dtype not in (torch.float32, torch.float64)]
         if narrow:
             dtype = parameters[narrow[-1]].dtype
-            text = f"{_list(narrow)} trains in {str(dtype).removeprefix('torch.')}; use float32 masters"
+            text = f"{listing(narrow)} trains in {str(dtype).removeprefix('torch.')}; use float32 masters"
             if "norm" in component and float(torch.tensor(1.0, dtype=dtype) - rate) == 1.0:
                 text += f" (a norm at 1.0 cannot move: an update of {rate:g} is rounded away)"
             audit.say(component, FAIL, text)
@@ -577,14 +572,14 @@ def _check_exported(audit: _Audit, folder: Path, trained: Tensors, target: Targe
         return
     ours, theirs = _as_written(audit.config), _as_written(config)
     differs = [name for name in ours if ours[name] != theirs[name]]
-    text = f"differs in {_list(differs)}." if differs else "says what was trained."
+    text = f"differs in {listing(differs)}." if differs else "says what was trained."
     audit.check("export config", not differs, f"The exported config {text}")
     wanted = [name for name in trained if component_of(name) != TEACHER]
     wrong = [name for name in wanted if name not in state or not same_bits(state[name], trained[name])]
     dtype = str(state["fc.weight"].dtype).removeprefix("torch.")
     text = f"All {len(wanted)} exported tensors equal the checkpoint's, cast to {dtype}."
     if wrong:
-        text = f"The exported draft in {folder} differs from the checkpoint in {_list(wrong)}."
+        text = f"The exported draft in {folder} differs from the checkpoint in {listing(wrong)}."
     audit.check("export values", not wrong, text)
 
 
@@ -606,11 +601,12 @@ def to_markdown(audit: Json) -> str:
     if audit.get("accepted"):
         lines += ["", f"Accepted all the same: {audit['accepted']}"]
     lines += ["", "| component | parameters | state | source | check | detail |", "|---|--:|---|---|---|---|"]
-    lines += [
-        f"| `{c['name']}` | {c['params']:,} | {c['state']} | {_cell(c['source'])} | {c['check']} | {_cell(c['detail'])} |"
-        for c in audit["components"]
-    ]
-    lines += ["", _totals(audit), ""]
+    for c in audit["components"]:
+        cells = (f"`{c['name']}`", f"{c['params']:,}", c["state"], c["source"], c["check"], c["detail"])
+        lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    total, trained, frozen = (audit[f"{name}_params"] for name in ("total", "trained", "frozen"))
+    share = f"{total:,} in all ({audit['trained_share']:.1%} trained)."
+    lines += ["", f"{trained:,} parameters trained, {frozen:,} frozen, {share}", ""]
     if audit["checks"]:
         lines += ["## Checks", "", *[f"- {c['result']}: {c['detail']}" for c in audit["checks"]], ""]
     lines += ["## Policy", "", f"Frozen by the recipe: {', '.join(audit['policy']['frozen']) or 'nothing'}.", ""]
@@ -626,31 +622,8 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _totals(audit: Json) -> str:
-    return (
-        f"{audit['trained_params']:,} parameters trained, {audit['frozen_params']:,} frozen, "
-        f"{audit['total_params']:,} in all ({audit['trained_share']:.1%} trained)."
-    )
-
-
 def table(audit: Json) -> "RenderableType":
-    """The audit for a terminal."""
-    from rich.box import SIMPLE
-    from rich.console import Group
-    from rich.markup import escape
-    from rich.table import Column, Table
-    from rich.text import Text
+    """The same for a terminal."""
+    from rich.markdown import Markdown
 
-    long = Column("source", overflow="fold"), Column("detail", overflow="fold")
-    short = [Column(name, no_wrap=True) for name in ("component", "state", "check")]
-    number = Column("parameters", no_wrap=True, justify="right")
-    columns = (short[0], number, short[1], long[0], short[2], long[1])
-    grid = Table(*columns, title="Audit", title_justify="left", box=SIMPLE, padding=(0, 1))
-    colours = {OK: "green", FAIL: "red", OPEN: "dim"}
-    for c in audit["components"]:
-        check = f"[{colours[c['check']]}]{c['check']}[/]"
-        grid.add_row(c["name"], f"{c['params']:,}", c["state"], escape(c["source"]), check, escape(c["detail"]))
-    verdict = Text(audit["verdict"].upper(), style="bold green" if audit["verdict"] == "go" else "bold red")
-    reasons = [Text(f"- {reason}") for reason in audit["reasons"]]
-    notes = [Text(f"note: {note}", style="dim") for note in audit["notes"]]
-    return Group(grid, Text(_totals(audit)), verdict, *reasons, *notes)
+    return Markdown(to_markdown(audit))

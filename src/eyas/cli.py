@@ -152,36 +152,15 @@ def export(
         return
     from eyas.recipe import read_recipe
     from eyas.serving import export as e
-    from eyas.target import read_target
 
     if out is None:
         raise UsageError(f"eyas export {source}: a folder. Say with --out where its other form goes.")
-    if out.exists():
-        raise UsageError(f"{out}: exists already. Name another folder with --out, or remove it.")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise UsageError(f"--dtype {dtype}: expected bfloat16, float16 or float32.")
     recipe = None if source.is_dir() else read_recipe(source)
-    folder = Path(recipe.run) / "draft" if recipe else source
-    named = target or (recipe.target if recipe else None)
-    if named is None:
-        raise UsageError(f"eyas export {source}: name the draft's target with --target.")
-    if not (folder / "config.json").exists():
-        raise UsageError(f"{folder}: no draft. Expected config.json and its weights.")
-    known = read_target(named)
-    config, state = e.load_draft(folder, known)
-    provenance: dict[str, Any] = {"exported_from": str(folder)}
-    if layout == "gguf":
-        from eyas.serving.llamacpp import export_gguf
-
-        if vocabulary is None:
-            raise UsageError("--layout gguf: give --vocabulary, the target's GGUF, whose tokenizer the draft shares.")
-        export_gguf(state, config, known, out, provenance=provenance, vocabulary=vocabulary, dtype=dtype)
-    else:
-        size = int(shard_gb * 1e9) if shard_gb else None
-        form: dict[str, Any] = {"layout": layout, "dtype": dtype, "embed": embed, "engine": engine}
-        e.export(state, config, known, out, provenance=provenance, shard_bytes=size, **form)
+    folder, named = (Path(recipe.run) / "draft", target or recipe.target) if recipe else (source, target)
+    size = int(shard_gb * 1e9) if shard_gb else None
+    form: dict[str, Any] = {"layout": layout, "dtype": dtype, "embed": embed, "engine": engine, "shard_bytes": size}
+    limits = e.convert(folder, named, out, vocabulary=vocabulary, **form)
     files = sorted(file.name for file in out.iterdir())
-    limits = {} if engine else e.not_for(config, known)
     if as_json:
         show({"draft": str(out), "layout": layout, "engine": engine, "files": files, "not_for": limits})
         return

@@ -28,6 +28,7 @@ Json = dict[str, Any]
 CERTAIN, LIKELY, POSSIBLE = ORDER = ("certain", "likely", "possible")
 OVERFIT = 0.12  # training accuracy of the first drafted token over the held-out one, from which data are short
 MANY = 50_000  # training conversations beyond which a gap is not put down to their number
+ASKED = 32  # held-out conversations that a live server answers
 OUTSIDE = 0.05  # share of teacher tokens outside the draft vocabulary that a training accuracy may not hide
 
 # What a fault is called here, by how the names of `check`'s rules for it begin. Others: the engine's contract.
@@ -139,6 +140,8 @@ class Case:
         have = set(store.ids)
         ids = [i for i in load_split(self.run / "conversations" / "split.json")["heldout"] if i in have]
         protocol = (self.measured or {}).get("protocol") or {}
+        if protocol.get("data") == "held-out conversations":
+            ids = ids[: protocol.get("prompts")]  # the same as were measured: those in front
         k, tree = protocol.get("k") or self.recipe.get("replay", {}).get("k") or 4, protocol.get("tree")
         shape = Tree(**tree) if tree else int(k)
         found = replay(self.draft, self.target, store, shape, ids, "held-out conversations", engine)[1]
@@ -148,7 +151,7 @@ class Case:
 def examine(case: Case) -> Json:
     """The contract's object: causes, best supported first, and the links that were proved sound."""
     merged: dict[str, Cause] = {}
-    for link in (_trained, _exported, _loaded, _fed, _data, _measured):
+    for link in (_trained, _exported, _loaded, _same_target, _algorithm, _template, _data, _measured):
         for cause in link(case):
             known = merged.setdefault(cause.cause, cause)
             if known is not cause:
@@ -249,34 +252,34 @@ def _embedding_and_head(case: Case, draft: Draft) -> Iterator[Cause]:
         return
     if case.trained_with and case.trained_with["weights"] != case.target.fingerprints["weights"]:
         return  # another target's embedding would prove nothing
-    mine, theirs = _beside(draft.internal.get("embed_tokens.weight"), case.target, "embedding")
-    if mine.shape == theirs.shape and np.array_equal(mine, theirs):
+    import torch
+
+    mine, theirs = _beside(draft, "embed_tokens.weight", case.target, "embedding")
+    if mine.shape == theirs.shape and torch.equal(mine, theirs):
         case.checked.append("embedding: the target's, bit for bit")
     elif mine.shape == theirs.shape:
-        lengths = np.linalg.norm(mine, axis=1) * np.linalg.norm(theirs, axis=1)
-        cosine = float(np.mean((mine * theirs).sum(1) / np.maximum(lengths, 1e-12)))
+        cosine = float(torch.cosine_similarity(mine, theirs).mean())
         word = "random" if cosine < 0.5 else "trained away from the target's"
         text = f"its embedding is {word} (mean cosine with the target's {cosine:.2f})"
         yield Cause("embedding", CERTAIN if cosine < 0.5 else LIKELY, [text])
     if case.recipe and not case.recipe.get("train", {}).get("freeze_head"):
-        mine, theirs = _beside(draft.internal.get("lm_head.weight"), case.target, "head")
+        mine, theirs = _beside(draft, "lm_head.weight", case.target, "head")
         ids = np.arange(len(mine)) if draft.map is None else np.arange(len(draft.map)) + draft.map
         inside = (ids >= 0) & (ids < len(theirs))
-        if len(ids) == len(mine) and inside.any() and np.array_equal(mine[inside], theirs[ids[inside]]):
+        if len(ids) == len(mine) and inside.any() and torch.equal(mine[inside], theirs[ids[inside]]):
             text = "lm_head is the target's own rows bit for bit, though the recipe trained it"
             yield Cause("head replaced", CERTAIN, [text])
 
 
-def _beside(mine: StoredTensor | None, target: Target, part: str) -> tuple[np.ndarray, np.ndarray]:
-    """A tensor of the draft and the target's own, in float32 and rounded to the draft's dtype. Where one is not there
-    the first has no rows."""
+def _beside(draft: Draft, name: str, target: Target, part: str) -> Any:
+    """Tensors in float32: of the draft, and the target's own rounded to its dtype; no rows where one is not there."""
     import torch
 
-    name = target.tensor_name(part)
-    if mine is None or name is None:
-        return np.empty((0, 0)), np.empty((1, 1))
-    dtype = {"BF16": torch.bfloat16, "F16": torch.float16}.get(mine.dtype, torch.float32)
-    return mine.floats().reshape(mine.shape), target.read_tensor(name).to(dtype).float().numpy()
+    stored, other = draft.internal.get(name), target.tensor_name(part)
+    if stored is None or other is None:
+        return torch.empty(0, 0), torch.empty(1, 1)
+    mine = stored.torch()
+    return mine.float(), target.read_tensor(other).to(mine.dtype).float()
 
 
 def _same(a: StoredTensor, b: StoredTensor) -> bool:
@@ -326,14 +329,6 @@ def _loaded(case: Case) -> Iterator[Cause]:
 # ---- what the engine feeds -------------------------------------------------------------------------------------------
 
 
-def _fed(case: Case) -> Iterator[Cause]:
-    yield from _same_target(case)
-    yield from _algorithm(case)
-    yield from _template(case)
-    if "mat1 and mat2 shapes" in case.log:
-        yield Cause("fc bypassed", LIKELY, ["the log shows a matrix of another width than fc expects"])
-
-
 def _same_target(case: Case) -> Iterator[Cause]:
     if not case.trained_with or case.target is None:
         return
@@ -373,6 +368,8 @@ def _object(text: str) -> Json | None:
 
 
 def _algorithm(case: Case) -> Iterator[Cause]:
+    if "mat1 and mat2 shapes" in case.log:
+        yield Cause("fc bypassed", LIKELY, ["the log shows a matrix of another width than fc expects"])
     found = _option(case, "--speculative-algorithm", "--speculative-algo")
     if vllm := _option(case, "--speculative-config", "--speculative_config", "-sc"):
         config = _object(vllm)
@@ -481,10 +478,14 @@ def case_from(
 
 
 def measure_now(case: Case, url: str) -> Json:
-    """What a live server reaches on the run's held-out conversations."""
+    """What a live server reaches on the first `ASKED` of the run's held-out conversations."""
     from eyas.measure import measure
 
     if case.run is None or case.engine is None:
         raise UsageError("eyas doctor --url: give --run RUN and --engine E too, to know the prompts and whom to ask.")
     prompts, target = case.run / "conversations" / "conversations.jsonl", str(case.target.path) if case.target else None
-    return measure(case.engine, url, prompts, target=target, draft=case.draft)
+    told = _option(case, "--spec-draft-n-max", "--speculative-num-steps")
+    k = int(told) if told and told.isdigit() else None
+    if case.engine == "llamacpp":  # which does not say it
+        k = k or case.recipe.get("replay", {}).get("k")
+    return measure(case.engine, url, prompts, target=target, draft=case.draft, k=k, limit=ASKED)

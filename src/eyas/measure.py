@@ -32,6 +32,9 @@ CLEAR = {
     "sglang": "POST /flush_cache (or start the server with --disable-radix-cache)",
     "llamacpp": "restart the server",
 }
+NO_ROUNDS = (
+    "does not tell its rounds. Say how many tokens it drafts (--k, its --spec-draft-n-max), or start it with --metrics."
+)
 
 
 @dataclass
@@ -63,7 +66,6 @@ class Served:
     documents: list[Document]
     before: dict[str, float]
     after: dict[str, float]
-    info: Json
     seconds: float
 
     @property
@@ -108,7 +110,7 @@ def measure(
     found = read_prompts(prompts, limit, draft or info.get("speculative_draft_model_path"))
     _refuse_prompts(found, str(prompts))
     limits = Limits(max_new_tokens, known.max_positions, frozenset(template.end_ids))
-    job = _Job(engine, template, limits, Sampling(temperature, 0), concurrency)
+    job = _Job(engine, template, limits, Sampling(temperature, 0), concurrency, k)
 
     served = asyncio.run(job.serve(url, found, info))
     counts = COUNTERS[engine](served, k)
@@ -258,20 +260,14 @@ def _llamacpp_counts(served: Served, k: int | None) -> Counts:
     if counter := int(served.change("llamacpp:spec_decode_num_drafts")):
         counts.rounds = counter
     elif k is None and counts.drafted:
-        raise UsageError(
-            f"{served.url}: does not tell its rounds. Say how many tokens it drafts (--k, its --spec-draft-n-max), or "
-            "start it with --metrics."
-        )
+        raise UsageError(f"{served.url}: {NO_ROUNDS}")
     told = [int(each) for each in cached if each is not None]
     counts.cached = sum(told) if len(told) == len(cached) else None
     return counts
 
 
-COUNTERS: dict[str, Callable[[Served, int | None], Counts]] = {
-    "vllm": _vllm_counts,
-    "sglang": _sglang_counts,
-    "llamacpp": _llamacpp_counts,
-}
+COUNTERS: dict[str, Callable[[Served, int | None], Counts]]
+COUNTERS = {"vllm": _vllm_counts, "sglang": _sglang_counts, "llamacpp": _llamacpp_counts}
 
 
 def _settings(engine: str, info: Json, counts: Counts, k: int | None, url: str) -> Json:
@@ -300,6 +296,7 @@ class _Job:
     limits: Limits
     sampling: Sampling
     concurrency: int
+    k: int | None
 
     async def serve(self, url: str, prompts: Prompts, info: Json) -> Served:
         documents, _ = prepare(prompts.rows, self.template, self.limits, "", "error")
@@ -307,8 +304,11 @@ class _Job:
         asked: list[Asked] = []
         gate, model = asyncio.Semaphore(self.concurrency), str(info.get("model", ""))
         async with _client(600.0) as client:
-            await self._ask(client, url, model, warm_up[0])  # a server's first answer prepares kernels and graphs
+            first = await self._ask(client, url, model, warm_up[0])  # it also prepares kernels and graphs
             before = await _metrics(client, url)
+            silent = self.engine == "llamacpp" and self.k is None and not before
+            if silent and (first.value.get("timings") or {}).get("draft_n"):
+                raise UsageError(f"{url}: {NO_ROUNDS}")
             begin = time.monotonic()
             with progress(f"measure {url}", len(documents), "conversations") as advance:
 
@@ -320,14 +320,13 @@ class _Job:
 
                 await asyncio.gather(*(converse(document) for document in documents))
             seconds = time.monotonic() - begin
-            return Served(url, asked, documents, before, await _metrics(client, url), info, seconds)
+            return Served(url, asked, documents, before, await _metrics(client, url), seconds)
 
     async def _ask(self, client: "httpx.AsyncClient", url: str, model: str, document: Document) -> Asked:
         protocol, ends = PROTOCOLS[self.engine], self.limits.end_ids
         room = min(self.limits.max_new_tokens, self.limits.length - len(document.tokens))
-        value = await _json(
-            client, url, protocol.path, protocol.body(document, model, room, sorted(ends), self.sampling)
-        )
+        body = protocol.body(document, model, room, sorted(ends), self.sampling)
+        value = await _json(client, url, protocol.path, body)
         try:
             reply = protocol.reply(value)
         except (KeyError, IndexError, TypeError) as error:

@@ -21,6 +21,7 @@ from eyas.errors import EyasError, UsageError
 from eyas.files import fingerprint, fingerprint_file, read_json, write_json, write_text
 from eyas.recipe import Recipe
 from eyas.recipe import Train as TrainSection
+from eyas.report.words import STAGES as VERB_OF
 from eyas.target import LoadedTarget, Target, default_aux_layers, load_target, load_tokenizer, read_target
 
 if TYPE_CHECKING:
@@ -509,17 +510,7 @@ STAGES = [
     Stage("replay", replay, ("replay",), ("draft", "store")),
 ]
 STAGES_BY_NAME = {stage.name: stage for stage in STAGES}
-VERBS = {
-    "prepare": "conversations",
-    "generate": "answers",
-    "extract": "store",
-    "vocab": "vocab",
-    "audit": "audit",
-    "train": "train",
-    "export": "draft",
-    "check": "check",
-    "replay": "replay",
-}
+VERBS = {verb: stage for stage, verb in VERB_OF.items()}
 
 
 def inputs_of(run: Run, stage: Stage) -> dict[str, str]:
@@ -529,8 +520,7 @@ def inputs_of(run: Run, stage: Stage) -> dict[str, str]:
         if name not in run.done:
             manifest = read_manifest(run.folder / name, name)
             if manifest is None:
-                verb = next(verb for verb, made in VERBS.items() if made == name)
-                raise UsageError(f"{run.folder / name}: not there yet. Run `eyas {verb}` or `eyas run` first.")
+                raise UsageError(f"{run.folder / name}: not there yet. Run `eyas {VERB_OF[name]}` or `eyas run` first.")
             run.done[name] = manifest
         inputs[name] = run.done[name].id
     inputs |= {f"target.{name}": value for name, value in run.target.fingerprints.items()}

@@ -1,14 +1,16 @@
 """One fault at a time, in the canary's draft: what check and load_as predict for an engine, and what the engine does.
 
 `python tests/engines/faults.py [ENGINE ...]` tries every case in every engine whose environment is there and writes the
-tables into docs/engines.md (make engine-table); with --predict it only predicts anew what was seen last, by it or by
-the tests.
+tables into docs/engines.md (make engine-table). What was seen is kept case by case, so that --resume goes on where a run
+was cut off; --predict only predicts anew what was seen last, by it or by the tests.
 """
 
+import argparse
 import json
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +36,7 @@ from eyas.serving.load import load_as  # noqa: E402
 from eyas.target import LogitRule, Target, read_target  # noqa: E402
 
 KEPT = ROOT / "build" / "engines"  # what each engine said last: one can be tried without the others
+WORKERS = {"vllm": vllm.Vllm, "sglang": sglang.Sglang, "openvino": openvino.Openvino}  # those that are used in process
 K, NEW = 3, 188
 W, V, D = c.WIDTH, c.VOCAB, len(c.make([1, 5, 8]).map)
 L = "midlayer."
@@ -315,7 +318,6 @@ class Bench:
 
     def __init__(self, folder: Path, engine: str, serve: Callable[[Path, Path], dict]) -> None:
         self.folder, self.engine, self.serve = folder, engine, serve
-        self.rows: dict[str, dict] = {}
         self.prompt = c.make([1, 5, 8]).cycle[:4]
         self.target = read_target(folder / "target")
 
@@ -331,16 +333,21 @@ class Bench:
         draft = self.broken(name)
         found = predict(draft, self.target, self.engine) | {"seen": self.serve(self.target.path, draft)}
         shutil.rmtree(draft)
-        self.rows[name] = {"case": name, "engine": self.engine} | found
-        return self.rows[name]
+        row = {"case": name, "engine": self.engine} | found
+        keep(self.engine, kept(self.engine) | {name: row})
+        return row
 
-    def keep(self) -> None:
-        """What was seen last, case by case, for the tables: by `main` or by the tests."""
-        KEPT.mkdir(parents=True, exist_ok=True)
-        file = KEPT / f"{self.engine}.json"
-        known = {row["case"]: row for row in json.loads(file.read_text())} if file.exists() else {}
-        rows = known | self.rows
-        file.write_text(json.dumps([rows[name] for name in cases(self.engine) if name in rows], indent=1))
+
+def kept(engine: str) -> dict[str, dict]:
+    """case -> its row when it was last tried, by `main` or by the tests."""
+    file = KEPT / f"{engine}.json"
+    return {row["case"]: row for row in json.loads(file.read_text())} if file.exists() else {}
+
+
+def keep(engine: str, rows: dict[str, dict]) -> None:
+    KEPT.mkdir(parents=True, exist_ok=True)
+    found = [rows[name] for name in cases(engine) if name in rows]
+    (KEPT / f"{engine}.json").write_text(json.dumps(found, indent=1))
 
 
 @contextmanager
@@ -366,17 +373,15 @@ def bench(engine: str, folder: Path) -> Iterator[Bench]:
                     lines = str(error).strip().splitlines() or [type(error).__name__]
                     return {"error": lines[-1], "stage": stage}
 
-            yield (made := Bench(folder, engine, serve))
-            made.keep()
+            yield Bench(folder, engine, serve)
         return
-    with {"vllm": vllm.Vllm, "sglang": sglang.Sglang, "openvino": openvino.Openvino}[engine]() as run:
+    with WORKERS[engine]() as run:
 
         def serve(target: Path, draft: Path) -> dict:
-            found = run(target, draft, [prompt], NEW, K, *(() if engine == "sglang" else (folder / "log",)))
+            found = run(target, draft, [prompt], NEW, K, folder / "log")
             return found["answers"][0] if "answers" in found else found
 
-        yield (made := Bench(folder, engine, serve))
-        made.keep()
+        yield Bench(folder, engine, serve)
 
 
 def available() -> list[str]:
@@ -500,26 +505,39 @@ def write_docs(made: dict[str, str]) -> None:
 
 def again() -> None:
     """Predict anew what was seen before: after a change of the contract, without the engines."""
-    for file in KEPT.glob("*.json"):
+    for engine in [engine for engine in LAST_ROUND if kept(engine)]:
         with tempfile.TemporaryDirectory() as folder:
-            c.write(Path(folder), file.stem)
-            made = Bench(Path(folder), file.stem, lambda *_: {})
-            rows = [
-                row | predict(made.broken(row["case"]), made.target, file.stem) for row in json.loads(file.read_text())
-            ]
-        file.write_text(json.dumps(rows, indent=1))
+            c.write(Path(folder), engine)
+            made = Bench(Path(folder), engine, lambda *_: {})
+            keep(engine, {n: row | predict(made.broken(n), made.target, engine) for n, row in kept(engine).items()})
+
+
+def try_in(engine: str) -> None:
+    """Every case that is not kept."""
+    start, left = time.monotonic(), [name for name in cases(engine) if name not in kept(engine)]
+    with tempfile.TemporaryDirectory() as folder, bench(engine, Path(folder)) as made:
+        for name in left:
+            row = made.row(name)
+            said = judge(row, kept(engine)["nothing"]["seen"]) or ("" if well_named(row) else f"named {named(row)}")
+            print(engine, name, row["check"], figure(row["load_as"]), figure(row["seen"]), said, sep=" | ", file=sys.stderr, flush=True)  # fmt: skip
+    print(f"{engine}: {len(left)} cases in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--predict"]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "engines", nargs="*", metavar="ENGINE", help="those whose environment is there, if none is named"
+    )
+    parser.add_argument("--resume", action="store_true", help="try only what was not seen yet")
+    parser.add_argument("--predict", action="store_true", help="try nothing: predict anew what was seen last")
+    given = parser.parse_args()
+    if given.predict:
         again()
-    for engine in [] if "--predict" in sys.argv else sys.argv[1:] or available():
-        with tempfile.TemporaryDirectory() as folder, bench(engine, Path(folder)) as made:
-            for name in cases(engine):
-                row = made.row(name)
-                said = judge(row, made.rows["nothing"]["seen"]) or ("" if well_named(row) else f"named {named(row)}")
-                print(engine, name, row["check"], figure(row["load_as"]), figure(row["seen"]), said, sep=" | ", file=sys.stderr, flush=True)  # fmt: skip
-    rows = [row for file in sorted(KEPT.glob("*.json")) for row in json.loads(file.read_text())]
+    for engine in [] if given.predict else given.engines or available():
+        if not given.resume:
+            keep(engine, {})
+        try_in(engine)
+    rows = [row for engine in LAST_ROUND for row in kept(engine).values()]
     right = {row["engine"]: row["seen"] for row in rows if row["case"] == "nothing"}
     wrong = [row for row in rows if judge(row, right[row["engine"]]) or not well_named(row)]
     write_docs({"table": table(rows), "wires": wires(rows)})

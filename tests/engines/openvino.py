@@ -1,11 +1,8 @@
 """The real OpenVINO GenAI and its exporter, from .venv-openvino: target and draft exported in float32, then served."""
 
-import json
-import os
-import subprocess
-from pathlib import Path
+from engines.worker import Worker, python
 
-PYTHON = Path(__file__).parents[2] / ".venv-openvino" / "bin" / "python"
+PYTHON = python("openvino")
 _WORKER = """
 import json, os, shutil, sys
 reply = os.fdopen(os.dup(1), "w")
@@ -58,23 +55,6 @@ for line in sys.stdin:
 """
 
 
-class Openvino:
-    def __enter__(self) -> "Openvino":
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OPENVINO_TELEMETRY_DISABLE": "1"}
-        self.process = subprocess.Popen(
-            [PYTHON, "-c", _WORKER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )  # fmt: skip
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
-
-    def __call__(self, target: Path, draft: Path, prompts: list[list[int]], new: int, k: int, out: Path) -> dict:
-        """{"answers": [{"tokens", "drafted", "accepted"}]} or {"error": a line, "stage": "load" | "late"}; exports into `out`."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        case = {"target": str(target), "draft": str(draft), "prompts": prompts, "new": new, "k": k, "out": str(out)}
-        print(json.dumps(case), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else {"error": "the engine's process died", "stage": "load"}
+class Openvino(Worker):
+    def __init__(self) -> None:
+        super().__init__(PYTHON, _WORKER, {"OPENVINO_TELEMETRY_DISABLE": "1"})

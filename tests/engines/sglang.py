@@ -4,12 +4,9 @@ Its kernels are CUDA only, so its scheduler and attention kernels cannot run her
 was kept; everything that a draft folder can break (classes, names, layers, fc, norms, map, embedding, head) is SGLang's.
 """
 
-import json
-import os
-import subprocess
-from pathlib import Path
+from engines.worker import Worker, python
 
-PYTHON = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
+PYTHON = python("sglang")
 _WORKER = '''
 import builtins, gc, json, os, sys, tempfile, types
 reply = os.fdopen(os.dup(1), "w")
@@ -171,23 +168,6 @@ for line in sys.stdin:
 '''
 
 
-class Sglang:
-    def __enter__(self) -> "Sglang":
-        environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [PYTHON, "-c", _WORKER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )  # fmt: skip
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
-
-    def __call__(self, target: Path, draft: Path, prompts: list[list[int]], new: int, k: int) -> dict:
-        """{"answers": [{"tokens", "drafted", "accepted", "per_position"}]} or {"error": a line, "stage": "load" | "late"}."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        case = {"target": str(target), "draft": str(draft), "prompts": prompts, "new": new, "k": k}
-        print(json.dumps(case), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else {"error": "the engine's process died", "stage": "load"}
+class Sglang(Worker):
+    def __init__(self) -> None:
+        super().__init__(PYTHON, _WORKER, {"SGLANG_USE_CPU_ENGINE": "1"})

@@ -19,8 +19,8 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests")] if str(ROOT / "tests") not in sys.path else []
 
-from engines import llamacpp, openvino, sglang, vllm  # noqa: E402
-from engines.faults import LAST_ROUND, available, count, write_docs  # noqa: E402
+from engines import llamacpp  # noqa: E402
+from engines.faults import LAST_ROUND, WORKERS, available, count, write_docs  # noqa: E402
 from eyas.decode.chain import Answer, Chain, Decoder  # noqa: E402
 from eyas.draft.model import Draft  # noqa: E402
 from eyas.serving.contract import ENGINES  # noqa: E402
@@ -76,12 +76,8 @@ def serve(engine: str, target: Path, draft: Path, prompts: list[list[int]], new:
             raise RuntimeError(said)
         with llamacpp.serving(folder / "t.gguf", folder / "d.gguf", k) as url:
             return [llamacpp.complete(url, prompt, new, k) for prompt in prompts]
-    if engine == "sglang":
-        with sglang.Sglang() as run:
-            found = run(target, draft, prompts, new, k)
-    else:
-        with vllm.Vllm() if engine == "vllm" else openvino.Openvino() as run:
-            found = run(target, draft, prompts, new, k, folder / engine)
+    with WORKERS[engine]() as run:
+        found = run(target, draft, prompts, new, k, folder / engine)
     if "error" in found:
         raise RuntimeError(found["error"])
     return found["answers"]

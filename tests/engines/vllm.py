@@ -1,11 +1,8 @@
 """The real vLLM on the CPU, from .venv-vllm: one process imports it once and forks for every case."""
 
-import json
-import os
-import subprocess
-from pathlib import Path
+from engines.worker import Worker, python
 
-PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+PYTHON = python("vllm")
 _WORKER = """
 import json, os, sys
 reply = os.fdopen(os.dup(1), "w")
@@ -16,12 +13,12 @@ import vllm
 from vllm import LLM, SamplingParams
 
 def say(case, result):
-    with open(case["log"] + ".json", "w") as file:
+    with open(case["out"] + ".json", "w") as file:
         json.dump(result, file)
 
 def run(case):
     say(case, {"error": "the engine's process died", "stage": "load"})
-    speculative = {"method": "eagle3", "model": case["draft"], "num_speculative_tokens": case["k"]} if case["draft"] else None
+    speculative = {"method": "eagle3", "model": case["draft"], "num_speculative_tokens": case["k"]}
     llm = LLM(model=case["target"], dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8,
               disable_log_stats=False, seed=0, speculative_config=speculative)
     case["stage"] = "late"
@@ -32,8 +29,8 @@ def run(case):
         sampling = SamplingParams(temperature=0, max_tokens=case["new"], ignore_eos=True, detokenize=False)
         out = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         found = {m.name: m for m in llm.get_metrics()}
-        now = [int(found["vllm:spec_decode_num_" + n].value) for n in names] if speculative else before
-        there = list(found["vllm:spec_decode_num_accepted_tokens_per_pos"].values) if speculative else positions
+        now = [int(found["vllm:spec_decode_num_" + n].value) for n in names]
+        there = list(found["vllm:spec_decode_num_accepted_tokens_per_pos"].values)
         answers.append({
             "tokens": list(out[0].outputs[0].token_ids), "drafted": now[1] - before[1], "accepted": now[2] - before[2],
             "per_position": [int(b - a) for a, b in zip(positions, there)],
@@ -45,7 +42,7 @@ for line in sys.stdin:
     case = json.loads(line)
     child = os.fork()
     if child == 0:
-        os.dup2(os.open(case["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        os.dup2(os.open(case["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         try:
             result = run(case)
         except BaseException as error:
@@ -53,36 +50,13 @@ for line in sys.stdin:
         say(case, result)
         os._exit(0)
     os.waitpid(child, 0)
-    print(case["log"] + ".json", file=reply, flush=True)
+    print(open(case["out"] + ".json").read(), file=reply, flush=True)
 """
 
 
-class Vllm:
-    def __enter__(self) -> "Vllm":
-        environment = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0",
-        }  # fmt: skip
-        self.process = subprocess.Popen(
-            [PYTHON, "-c", _WORKER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )  # fmt: skip
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
-
-    def __call__(self, target: Path, draft: Path | None, prompts: list[list[int]], new: int, k: int, log: Path) -> dict:
-        """{"answers": [{"tokens", "drafted", "accepted", "per_position"}]} or {"error": a line, "stage": "load" | "late"}."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        case = {
-            "target": str(target),
-            "draft": str(draft or ""),
-            "prompts": prompts,
-            "new": new,
-            "k": k,
-            "log": str(log),
-        }
-        print(json.dumps(case), file=self.process.stdin, flush=True)
-        return json.loads(Path(self.process.stdout.readline().strip()).read_text())
+class Vllm(Worker):
+    def __init__(self) -> None:
+        super().__init__(PYTHON, _WORKER, {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0",
+        })  # fmt: skip

@@ -8,6 +8,7 @@ saved, as a stream. Row forms: `messages` (OpenAI), `conversations` (ShareGPT), 
 import bz2
 import codecs
 import ctypes
+import gc
 import gzip
 import heapq
 import json
@@ -20,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,7 +30,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import xxhash
 
-from eyas.data.template import ChatTemplate
+from eyas.data.template import ChatTemplate, TemplateRefusal
 from eyas.errors import EyasError, UsageError
 from eyas.files import atomic_file, inside, read_json
 from eyas.progress import progress
@@ -520,6 +522,7 @@ def batched(
 
 def _begin() -> None:
     """In a forked worker: one core's worth, and no life after the parent's death."""
+    gc.freeze()  # what the parent had is not looked through again and again
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -539,14 +542,21 @@ def first_prompt(row: Row) -> list[dict[str, str]]:
 def _fitting(
     rows: Iterable[tuple[str, Row]], report: Report, template: ChatTemplate, max_tokens: int | None, policy: Policy
 ) -> Iterator[tuple[str, Row]]:
-    for part, prompts in batched(rows, lambda part: template.prompts([first_prompt(row) for _, row in part])):
-        for (where, row), prompt in zip(part, prompts, strict=True):
-            if isinstance(prompt, str):
-                _refuse(report, policy, where, "refused by the chat template", prompt)
-            elif max_tokens is not None and len(prompt) > max_tokens:
-                report.drop("prompt too long", where, f"{len(prompt):,} tokens, at most {max_tokens:,}")
+    for part, lengths in batched(rows, partial(_prompt_lengths, template, max_tokens is not None)):
+        for (where, row), length in zip(part, lengths, strict=True):
+            if isinstance(length, str):
+                _refuse(report, policy, where, "refused by the chat template", length)
+            elif max_tokens is not None and length > max_tokens:
+                report.drop("prompt too long", where, f"{length:,} tokens, at most {max_tokens:,}")
             else:
                 yield where, row
+
+
+def _prompt_lengths(template: ChatTemplate, tokens: bool, rows: list[tuple[str, Row]]) -> list[int | str]:
+    """The length of each first prompt in tokens, or in characters; the reason where the template refuses it."""
+    prompts = [first_prompt(row) for _, row in rows]
+    found = template.prompts(prompts) if tokens else template.renderings(prompts)
+    return [str(prompt) if isinstance(prompt, TemplateRefusal) else len(prompt) for prompt in found]
 
 
 def _chosen(rows: Iterable[tuple[str, Row]], report: Report, limit: int, seed: int) -> Iterator[tuple[str, Row]]:

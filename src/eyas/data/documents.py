@@ -5,11 +5,13 @@ Better drafts come from answers that the target wrote itself; this is for when i
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eyas.data.conversations import Policy, Report, Row, _refuse, batched, to_json
-from eyas.data.template import ChatTemplate, Masked
+from eyas.data.template import ChatTemplate
 from eyas.errors import EyasError, UsageError
 from eyas.files import atomic_file
 
@@ -55,62 +57,79 @@ def import_documents(
     """
     report = Report()
     tokens = supervised = 0
-    example = ""
+    example = b""
     with atomic_file(out) as file:
-        for document in masked(conversations, template, report, max_tokens, policy):
-            tokens += len(document["tokens"])
-            supervised += sum(end - start for start, end in document["spans"])
-            example = example or template.decode(document["tokens"])
-            file.write(to_json(document).encode() + b"\n")
+        for part, results in batched(conversations, partial(_documents, template, max_tokens)):
+            for row, made in zip(part, results, strict=True):
+                report.read += 1
+                if isinstance(made, str):
+                    proof = made.startswith("assistant turn")
+                    kind = "boundaries not proved" if proof else "refused by the chat template"
+                    _refuse(report, policy, row["id"], kind, made)
+                elif not made.line:
+                    detail = f"no whole answer within {max_tokens:,} of {made.tokens:,} tokens"
+                    report.drop("too long", row["id"], detail)
+                else:
+                    report.kept += 1
+                    report.notes["assistant turns"] += made.turns
+                    report.notes["assistant turns not supervised"] += made.turns - made.spans
+                    if made.cut:
+                        report.notes["documents cut after a whole answer"] += 1
+                    report.categories[row.get("category") or ""] += 1
+                    tokens += made.tokens
+                    supervised += made.supervised
+                    example = example or made.line
+                    file.write(made.line)
         share = supervised / max(tokens, 1)
         if not report.kept or not SANE[0] <= share <= SANE[1]:
+            shown = template.decode(json.loads(example)["tokens"])[:300] if example else ""
             raise EyasError(
                 f"{out}: {report.kept:,} documents with {share:.1%} of their tokens supervised, expected "
                 f"{SANE[0]:.0%} to {SANE[1]:.0%}; nothing was written. Do template and conversations belong together?\n"
-                f"{report}\nchat template begins: {template.text[:300]!r}\nfirst document begins: {example[:300]!r}"
+                f"{report}\nchat template begins: {template.text[:300]!r}\nfirst document begins: {shown!r}"
             )
     return report
 
 
-def masked(
-    conversations: Iterable[Row], template: ChatTemplate, report: Report, max_tokens: int | None, policy: Policy
-) -> Iterator[dict[str, Any]]:
-    """Documents of the conversations whose mask is proved, in order; the report counts the others."""
+@dataclass
+class _Made:
+    """A document as its line of answers.jsonl, none where no whole answer fits."""
 
-    def mask(part: list[Row]) -> list[Masked | str]:
-        plain = iter(template.mask_conversations([row["messages"] for row in part if not row.get("tools")]))
-        return [
-            template.mask_conversation(row["messages"], row["tools"]) if row.get("tools") else next(plain)
-            for row in part
-        ]
+    line: bytes
+    tokens: int
+    supervised: int
+    turns: int
+    spans: int
+    cut: bool
 
-    for part, results in batched(conversations, mask):
-        for row, result in zip(part, results, strict=True):
-            report.read += 1
-            if isinstance(result, str):
-                kind = (
-                    "boundaries not proved" if result.startswith("assistant turn") else "refused by the chat template"
-                )
-                _refuse(report, policy, row["id"], kind, result)
-                continue
-            ids, spans = result
-            turns = sum(message["role"] == "assistant" for message in row["messages"])
-            if max_tokens is not None and len(ids) > max_tokens:
-                spans = [span for span in spans if span[1] <= max_tokens]
-                if not spans:
-                    report.drop("too long", row["id"], f"no whole answer within {max_tokens:,} of {len(ids):,} tokens")
-                    continue
-                ids = ids[: spans[-1][1]]
-                report.notes["documents cut after a whole answer"] += 1
-            report.kept += 1
-            report.notes["assistant turns"] += turns
-            report.notes["assistant turns not supervised"] += turns - len(spans)
-            report.categories[row.get("category") or ""] += 1
-            yield {
-                "id": row["id"],
-                "category": row.get("category") or "",
-                "tokens": ids,
-                "spans": [list(span) for span in spans],
-                "finish": ["stop" if ids[end - 1] in template.end_ids else "length" for _, end in spans],
-                "messages": row["messages"],
-            }
+
+def _documents(template: ChatTemplate, max_tokens: int | None, rows: list[Row]) -> list[_Made | str]:
+    """The documents of some conversations, or the reasons why there is none."""
+    plain = iter(template.mask_conversations([row["messages"] for row in rows if not row.get("tools")]))
+    made: list[_Made | str] = []
+    for row in rows:
+        result = template.mask_conversation(row["messages"], row["tools"]) if row.get("tools") else next(plain)
+        made.append(result if isinstance(result, str) else _document(template, max_tokens, row, *result))
+    return made
+
+
+def _document(
+    template: ChatTemplate, max_tokens: int | None, row: Row, ids: list[int], spans: list[tuple[int, int]]
+) -> _Made:
+    length, line = len(ids), b""
+    limit = length if max_tokens is None else max_tokens
+    if cut := length > limit:
+        spans = [span for span in spans if span[1] <= limit]
+        ids = ids[: spans[-1][1]] if spans else []
+    if spans:
+        document = {
+            "id": row["id"],
+            "category": row.get("category") or "",
+            "tokens": ids,
+            "spans": spans,
+            "finish": ["stop" if ids[end - 1] in template.end_ids else "length" for _, end in spans],
+            "messages": row["messages"],
+        }
+        line, length = to_json(document).encode() + b"\n", len(ids)
+    turns = sum(message["role"] == "assistant" for message in row["messages"])
+    return _Made(line, length, sum(end - start for start, end in spans), turns, len(spans), cut)

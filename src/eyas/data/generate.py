@@ -122,9 +122,7 @@ def generate(
     documents, skipped = prepare(conversations, template, limits, fingerprint(settings), on_long)
     begin, written, engine, reason = time.monotonic(), 0, "", ""
     with Journal(out, {document.key for document in documents}) as journal:
-        resumed = len(journal.lines)
-        todo = [document for document in documents if document.key not in journal.lines]
-        todo.sort(key=lambda document: expected_length(document, max_new_tokens), reverse=True)
+        todo, resumed = journal.todo(documents, max_new_tokens), len(journal.lines)
         if todo:
             from eyas.data.slots import opened
 
@@ -138,17 +136,8 @@ def generate(
                     journal.add(document)
                     written += sum(end - start for start, end in document.spans)
                     advance(1, f"{written / (time.monotonic() - begin):,.0f} tokens/s")
-        figures = journal.finish([document.key for document in documents])
-    seconds = time.monotonic() - begin
-    return figures | {
-        "skipped": skipped,
-        "cut": sum(len(document.conversation["turns"]) for document in documents) - figures["turns"],
-        "resumed": resumed,
-        "seconds": round(seconds, 3),
-        "tokens_per_second": round(written / seconds, 1),
-        "engine": engine,
-        "engine_reason": reason,
-    }
+        figures = journal.finish(documents, time.monotonic() - begin, written)
+    return figures | {"skipped": skipped, "resumed": resumed, "engine": engine, "engine_reason": reason}
 
 
 def _workers(target: LoadedTarget) -> int:
@@ -377,14 +366,20 @@ class Journal:
             os.fsync(self.file.fileno())
         self.unsynced, self.synced = 0, time.monotonic()
 
-    def finish(self, order: list[str]) -> dict[str, Any]:
-        """Write `out` whole, in the order of the input, and drop the journal. Returns what the file holds."""
+    def todo(self, documents: list[Document], max_new_tokens: int) -> list[Document]:
+        """Those not finished, longest first."""
+        left = [document for document in documents if document.key not in self.lines]
+        return sorted(left, key=lambda document: expected_length(document, max_new_tokens), reverse=True)
+
+    def finish(self, documents: list[Document], seconds: float, written: int) -> dict[str, Any]:
+        """Write `out` whole, in the order of the input, and drop the journal. Returns what the file holds, and the
+        speed at which `written` tokens came."""
         counts: Counter[str] = Counter()
         finish: Counter[str] = Counter({"stop": 0, "length": 0})
         with atomic_file(self.out) as file:
-            for key in order:
-                file.write(self.lines[key])
-                document = json.loads(self.lines[key])
+            for each in documents:
+                file.write(self.lines[each.key])
+                document = json.loads(self.lines[each.key])
                 generated = sum(end - start for start, end in document["spans"])
                 counts.update(
                     documents=1,
@@ -395,4 +390,9 @@ class Journal:
                 finish.update(document["finish"])
         self.part.unlink()
         names = ("documents", "turns", "prompt_tokens", "generated_tokens")
-        return {name: counts[name] for name in names} | {"finish": dict(finish)}
+        return {name: counts[name] for name in names} | {
+            "finish": dict(finish),
+            "cut": sum(len(each.conversation["turns"]) for each in documents) - counts["turns"],
+            "seconds": round(seconds, 3),
+            "tokens_per_second": round(written / seconds, 1),
+        }

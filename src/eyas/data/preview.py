@@ -1,12 +1,9 @@
-"""What a document supervises, in colour: in the terminal, and as an HTML fragment for the report."""
+"""What a document supervises, in colour in the terminal; the report shows the same runs."""
 
-import html
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from eyas.data.documents import read_documents
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,9 +16,6 @@ STYLES = {
     "special": "bold magenta",
     "supervised special": "white on magenta",
 }
-CSS = """.tokens{white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace;line-height:1.5}
-.tokens .p{color:#777}.tokens .s{background:#c9efcf;color:#10361a}
-.tokens .x{color:#a0299a;font-weight:600}.tokens .s.x{background:#e7c6ee}"""
 CONTEXT = 8  # tokens decoded together, since some tokenizers decode the first one of a text otherwise
 
 
@@ -110,18 +104,6 @@ def preview(
     return shown
 
 
-def fragment(documents: Iterable[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase", limit: int = 3) -> str:
-    """Up to `limit` documents as HTML, to be styled with `CSS`. All text is escaped."""
-    out = []
-    for document in islice(documents, limit):
-        out.append(f"<details open><summary>{html.escape(heading(document))}</summary><div class='tokens'>")
-        for part, supervised, special in runs(tokenizer, document):
-            name = ("s" if supervised else "p") + (" x" if special else "")
-            out.append(f"<span class='{name}'>{html.escape(part)}</span>")
-        out.append("</div></details>")
-    return "".join(out)
-
-
 def of_store(path: str | Path) -> Iterator[dict[str, Any]]:
     """The documents of a feature store; their states are not read."""
     from eyas.features.store import Store
@@ -131,6 +113,3 @@ def of_store(path: str | Path) -> Iterator[dict[str, Any]]:
         entry = store.entry(name)
         spans = list(zip(entry.spans[::2], entry.spans[1::2], strict=True))
         yield {"id": name, "category": entry.category, "tokens": store.tokens(name), "spans": spans}
-
-
-__all__ = ["CSS", "coloured", "fragment", "heading", "of_store", "pieces", "preview", "read_documents", "runs"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from eyas.data.generate import Document, Journal, Limits, Sampling, end_turn, expected_length, prepare
+from eyas.data.generate import Document, Journal, Limits, Sampling, end_turn, prepare
 from eyas.data.template import ChatTemplate
 from eyas.errors import EyasError, UsageError
 from eyas.files import fingerprint
@@ -47,16 +47,14 @@ class Protocol:
     sign: str | None = None  # an address that only this kind of server answers with JSON
 
 
+def _common(document: Document, model: str, room: int, sampling: Sampling) -> dict[str, Any]:
+    seed = _seed(document, sampling)
+    return {"model": model, "max_tokens": room, "temperature": sampling.temperature, "seed": seed}
+
+
 def _vllm_body(document: Document, model: str, room: int, ends: list[int], sampling: Sampling) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": document.tokens,
-        "max_tokens": room,
-        "temperature": sampling.temperature,
-        "seed": _seed(document, sampling),
-        "stop_token_ids": ends,
-        "return_token_ids": True,
-    }
+    own = {"prompt": document.tokens, "stop_token_ids": ends, "return_token_ids": True}
+    return _common(document, model, room, sampling) | own
 
 
 def _vllm_reply(value: dict[str, Any]) -> Reply:
@@ -81,11 +79,8 @@ def _llamacpp_body(document: Document, model: str, room: int, ends: list[int], s
     body = {"prompt": document.tokens, "n_predict": room, "return_tokens": True, "cache_prompt": False}
     if not sampling.temperature:
         return body | {"temperature": 0.0, "top_k": 1, "samplers": ["top_k"]}
-    return body | {
-        "temperature": sampling.temperature,
-        "samplers": ["temperature"],
-        "seed": _seed(document, sampling),
-    }
+    own = {"temperature": sampling.temperature, "samplers": ["temperature"]}
+    return body | own | {"seed": _seed(document, sampling)}
 
 
 def _llamacpp_reply(value: dict[str, Any]) -> Reply:
@@ -93,13 +88,7 @@ def _llamacpp_reply(value: dict[str, Any]) -> Reply:
 
 
 def _openai_body(document: Document, model: str, room: int, ends: list[int], sampling: Sampling) -> dict[str, Any]:
-    return {
-        "model": model,
-        "messages": document.messages,
-        "max_tokens": room,
-        "temperature": sampling.temperature,
-        "seed": _seed(document, sampling),
-    }
+    return _common(document, model, room, sampling) | {"messages": document.messages}
 
 
 def _openai_reply(value: dict[str, Any]) -> Reply:
@@ -176,23 +165,17 @@ def generate_from_servers(
     documents, skipped = prepare(conversations, template, limits, fingerprint(settings), on_long)
     begin = time.monotonic()
     with Journal(out, {document.key for document in documents}) as journal:
-        resumed = len(journal.lines)
-        todo = [document for document in documents if document.key not in journal.lines]
-        todo.sort(key=lambda document: expected_length(document, max_new_tokens), reverse=True)
+        todo, resumed = journal.todo(documents, max_new_tokens), len(journal.lines)
         job = _Job(deque(todo), len(todo), journal, template, limits, Sampling(temperature, seed), patience)
         servers = [Server(url.rstrip("/")) for url in urls]
         with progress("generate", len(documents), "documents", done=resumed) as job.advance:
             if todo:
                 asyncio.run(job.run(servers, kind, concurrency, timeout, api_key))
         from_text = sum(b'"ids_from"' in line and "ids_from" in json.loads(line) for line in journal.lines.values())
-        figures = journal.finish([document.key for document in documents])
-    seconds = time.monotonic() - begin
+        figures = journal.finish(documents, time.monotonic() - begin, job.written)
     return figures | {
         "skipped": skipped,
-        "cut": sum(len(document.conversation["turns"]) for document in documents) - figures["turns"],
         "resumed": resumed,
-        "seconds": round(seconds, 3),
-        "tokens_per_second": round(job.written / seconds, 1),
         "engine": ", ".join(sorted({server.kind for server in servers} - {""})),
         "from_text": from_text,
         "servers": [{"url": server.url, "kind": server.kind, **server.counts} for server in servers],

@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jinja2
 
+from eyas.data.words import Text, Words, fit
 from eyas.errors import UsageError
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, Any]]
@@ -28,6 +30,16 @@ RENDER_FAILURES = (TypeError, ValueError, KeyError, AttributeError, IndexError) 
 
 class TemplateRefusal(UsageError):
     """The chat template raised on one conversation; the message says why."""
+
+
+@dataclass
+class Ids:
+    """What a tokenizer gives that does not tell where its tokens stand in the text."""
+
+    ids: list[int]
+
+
+Coded: TypeAlias = "Text | Encoding | Ids"
 
 
 @dataclass
@@ -75,7 +87,9 @@ class ChatTemplate:
             self._backend.no_truncation()
             self._backend.no_padding()
         self._added = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
+        self._words = Words(tokenizer) if fit(tokenizer) else None
         self._encode_tail = lru_cache(4096)(self.encode)  # the text of a generation prompt hardly ever changes
+        self._encode_whole = lru_cache(1)(self._offsets)
         self.end_ids: set[int] = self._find_end_ids()
         self._end_texts = [str(tokenizer.convert_ids_to_tokens(token)) for token in sorted(self.end_ids)]
 
@@ -95,14 +109,19 @@ class ChatTemplate:
 
         try:
             if len(batch) > 1 and self._compiled is not None and all(len(m) == 2 for talk in batch for m in talk):
-                given = dict(self.tokenizer.special_tokens_map) | {"documents": None} | options
+                given = dict(self._compiled.globals) | self.tokenizer.special_tokens_map | {"documents": None} | options
                 given["add_generation_prompt"] = generation_prompt
-                texts = [self._compiled.render(messages=messages, **given) for messages in batch]
+                texts = [self._fill(self._compiled, given | {"messages": messages}) for messages in batch]
                 if texts[0] == render(batch[0]):
                     return texts
             return render(list(batch))
         except (jinja2.TemplateError, *RENDER_FAILURES) as error:
             raise TemplateRefusal(f"the chat template refuses this conversation ({error}).") from None
+
+    @staticmethod
+    def _fill(template: "jinja2.Template", variables: dict[str, Any]) -> str:
+        """As `template.render`, which would gather the template's globals anew for each conversation."""
+        return "".join(template.root_render_func(template.new_context(variables, shared=True)))
 
     @cached_property
     def _compiled(self) -> "jinja2.Template | None":
@@ -120,6 +139,17 @@ class ChatTemplate:
             return self._backend.encode(text, add_special_tokens=False).ids
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def _offsets(self, text: str) -> "Encoding":
+        assert self._backend is not None
+        return self._backend.encode(text, add_special_tokens=False)
+
+    def _encode_all(self, texts: list[str]) -> "Sequence[Coded]":
+        if self._words is not None:
+            return [Text(text, self._words) for text in texts]
+        if self._backend is not None:
+            return self._backend.encode_batch(texts, add_special_tokens=False)
+        return [Ids(self.encode(text)) for text in texts]
+
     def decode(self, ids: list[int]) -> str:
         """The exact text of ids, special tokens visible."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -128,15 +158,18 @@ class ChatTemplate:
         """Ids that the target continues with its next answer. Raises TemplateRefusal when the template raises."""
         return self.encode(self.render(messages, tools=tools))
 
-    def prompts(self, batch: Sequence[Messages]) -> list[list[int] | str]:
-        """`prompt_ids` of many; the reason instead of the ids where the template raises."""
+    def renderings(self, batch: Sequence[Messages]) -> list[str | TemplateRefusal]:
+        """The prompts of many as text; the refusal where the template raises."""
         try:
-            texts = self._render(batch, True)
+            return list(self._render(batch, True))
         except TemplateRefusal as refusal:
-            return [str(refusal)] if len(batch) == 1 else [self.prompts([messages])[0] for messages in batch]
-        if self._backend is None:
-            return [self.encode(text) for text in texts]
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+            return [refusal] if len(batch) == 1 else [self.renderings([messages])[0] for messages in batch]
+
+    def prompts(self, batch: Sequence[Messages]) -> list[list[int] | TemplateRefusal]:
+        """`prompt_ids` of many; the refusal instead of the ids where the template raises."""
+        rendered = self.renderings(batch)
+        coded = iter(self._encode_all([text for text in rendered if isinstance(text, str)]))
+        return [next(coded).ids if isinstance(text, str) else text for text in rendered]
 
     # generated conversations
 
@@ -235,8 +268,9 @@ class ChatTemplate:
 
         A turn is supervised when it is proved that the target would have been asked exactly so: the rendering with
         a generation prompt is a prefix of the whole rendering, in text and in tokens, the answer follows it
-        unchanged, and after it comes what the template writes after any answer. Its end token is supervised too. Turns that are not proved stay in the document as context;
-        a conversation without one proved turn gives the reason of its first failure.
+        unchanged, and after it comes what the template writes after any answer. Its end token is supervised too.
+        Turns that are not proved stay in the document as context; a conversation without one proved turn gives the
+        reason of its first failure.
         """
         return self.mask_conversations([messages], tools)[0]
 
@@ -250,14 +284,8 @@ class ChatTemplate:
             if len(batch) == 1:
                 return [str(refusal)]
             return [self.mask_conversation(messages, tools) for messages in batch]
-        if self._backend is not None:
-            encodings = self._backend.encode_batch([texts.full for texts in rendered], add_special_tokens=False)
-        else:
-            encodings = [None] * len(rendered)
-        return [
-            self._mask(messages, texts, encoding)
-            for messages, texts, encoding in zip(batch, rendered, encodings, strict=True)
-        ]
+        coded = self._encode_all([texts.full for texts in rendered])
+        return list(map(self._mask, batch, rendered, coded))
 
     def _render_marked(self, batch: Sequence[Messages], tools: list[dict] | None) -> list["Rendered"]:
         turns = [[i for i, m in enumerate(messages) if m["role"] == "assistant"] for messages in batch]
@@ -283,9 +311,9 @@ class ChatTemplate:
             for full, at, parts, mark in zip(fulls, turns, around, marks, strict=True)
         ]
 
-    def _mask(self, messages: Messages, texts: "Rendered", encoding: Any) -> Masked | str:
+    def _mask(self, messages: Messages, texts: "Rendered", encoding: "Coded") -> Masked | str:
         full, marks = texts.full, texts.marks
-        ids = encoding.ids if encoding is not None else self.encode(full)
+        ids = encoding.ids
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             return "no assistant turn."
@@ -304,6 +332,8 @@ class ChatTemplate:
                 where = self._locate(full, prefix, answer) if not isinstance(answer, str) else answer
             if not isinstance(where, str):
                 where = self._tokens(ids, full, *where, encoding)
+                if not isinstance(where, str) and not self.end_ids.isdisjoint(ids[where[0] : where[1] - 1]):
+                    where = "the answer holds an end token before its end."
             if isinstance(where, str):
                 reason = reason or f"assistant turn {number + 1}: {where}"
             else:
@@ -324,34 +354,42 @@ class ChatTemplate:
                 return start, ending + len(text)
         return start, end
 
-    def _tokens(self, ids: list[int], full: str, start: int, end: int, encoding: Any) -> tuple[int, int] | str:
+    def _tokens(self, ids: list[int], full: str, start: int, end: int, encoding: "Coded") -> tuple[int, int] | str:
         """The same span in tokens, with the proof that the prompt before it is tokenised as it would be alone."""
-        if encoding is None:
+        if isinstance(encoding, Ids):
             before, upto = self.encode(full[:start]), self.encode(full[:end])
             if ids[: len(before)] != before or ids[: len(upto)] != upto:
                 return "its boundaries fall inside a token."
-            first, last = len(before), len(upto)
-        else:
-            found = next((t for c in range(start, end) if (t := encoding.char_to_token(c)) is not None), None)
-            final = next(
-                (t for c in range(end - 1, start - 1, -1) if (t := encoding.char_to_token(c)) is not None), None
-            )
-            if found is None or final is None:
-                return "its text gives no token."
-            if ids[found] in self._added and encoding.token_to_chars(found)[0] < start:
-                found += 1  # a special token that swallows the white space after it
-            while final + 1 < len(ids) and (encoding.token_to_chars(final + 1) or (end, end))[0] < end:
-                final += 1  # a character of several byte tokens
-            first, last = found, final + 1
-            # text between special tokens is tokenised by itself, so the proof may start at the last one
-            anchor = first - 1
-            while anchor > 0 and ids[anchor] not in self._added:
-                anchor -= 1
-            origin = encoding.token_to_chars(anchor)[0] if anchor > 0 else 0
-            if ids[max(anchor, 0) : first] != self._encode_tail(full[origin:start]):
-                return "its prompt ends inside a token."
-            if ids[final] not in self.end_ids and encoding.token_to_chars(final)[1] > end:
-                return "it ends inside a token."
-        if not self.end_ids.isdisjoint(ids[first : last - 1]):
-            return "the answer holds an end token before its end."
-        return first, last
+            return len(before), len(upto)
+        if isinstance(encoding, Text):
+            found = self._tokens_by_words(encoding, full, start, end)
+            return found or self._tokens(ids, full, start, end, self._encode_whole(full))
+        chars: Any = encoding.token_to_chars
+        first = next((t for c in range(start, end) if (t := encoding.char_to_token(c)) is not None), None)
+        final = next((t for c in reversed(range(start, end)) if (t := encoding.char_to_token(c)) is not None), None)
+        if first is None or final is None:
+            return "its text gives no token."
+        if ids[first] in self._added and chars(first)[0] < start:
+            first += 1  # a special token that swallows the white space after it
+        while final + 1 < len(ids) and (chars(final + 1) or (end, end))[0] < end:
+            final += 1  # a character of several byte tokens
+        # text between special tokens is tokenised by itself, so the proof may start at the last one
+        anchor = first - 1
+        while anchor > 0 and ids[anchor] not in self._added:
+            anchor -= 1
+        origin = chars(anchor)[0] if anchor > 0 else 0
+        if ids[max(anchor, 0) : first] != self._encode_tail(full[origin:start]):
+            return "its prompt ends inside a token."
+        if ids[final] not in self.end_ids and chars(final)[1] > end:
+            return "it ends inside a token."
+        return first, final + 1
+
+    def _tokens_by_words(self, text: Text, full: str, start: int, end: int) -> tuple[int, int] | None:
+        """`_tokens` where both ends are plainly those of tokens; None where a closer look is needed, or gives a reason."""
+        if start >= end or full[start].isspace() or full[end - 1].isspace():
+            return None
+        first, last = text.token_at(start), text.token_at(end)
+        if first is None or last is None or first >= last:
+            return None
+        char, anchor = text.marker_before(start)
+        return (first, last) if text.ids[anchor:first] == self._encode_tail(full[char:start]) else None

@@ -72,19 +72,14 @@ def both_ways(
 
 def acceptance(pairs: list[Pair], k: int) -> Acceptance:
     """The rounds of all conversations, in the form that replay gives them."""
-    return Acceptance(
-        k,
-        [
-            Conversation(
-                pair.fast.conversation["id"],
-                pair.fast.conversation.get("category") or "",
-                sum(len(answer.tokens) for answer in pair.fast_answers),
-                [start for answer in pair.fast_answers for start in answer.starts],
-                [kept for answer in pair.fast_answers for kept in answer.accepted],
-            )
-            for pair in pairs
-        ],
-    )
+    conversations = []
+    for pair in pairs:
+        asked, answers = pair.fast.conversation, pair.fast_answers
+        starts = [start for answer in answers for start in answer.starts]
+        kept = [accepted for answer in answers for accepted in answer.accepted]
+        written = sum(len(answer.tokens) for answer in answers)
+        conversations.append(Conversation(asked["id"], asked.get("category") or "", written, starts, kept))
+    return Acceptance(k, conversations)
 
 
 @torch.inference_mode()
@@ -123,16 +118,12 @@ def decode(
     limits = Limits(max_new_tokens, target.target.max_positions, frozenset(template.end_ids))
     depth = propose.k if isinstance(propose, Chain) else propose.depth
     with progress("decode", len(prompts.rows), "conversations") as advance, _packed_linears(target, depth + 1):
-        pairs = both_ways(
-            prompts.rows, target, draft, propose, template, limits, temperature, seed, lambda n: advance(n)
-        )
+        pairs = both_ways(prompts.rows, target, draft, propose, template, limits, temperature, seed, advance)
     found = acceptance(pairs, depth)
     slow = [answer for pair in pairs for answer in pair.plain_answers]
     quick = [answer for pair in pairs for answer in pair.fast_answers]
-    speed = {
-        name: sum(len(a.tokens) for a in answers) / sum(a.seconds for a in answers)
-        for name, answers in (("plain", slow), ("speculative", quick))
-    }
+    ways = {"plain": slow, "speculative": quick}
+    speed = {name: sum(len(a.tokens) for a in way) / sum(a.seconds for a in way) for name, way in ways.items()}
     drafted, rounds = sum(a.drafted for a in quick), max(found.rounds, 1)
     spent = {name: sum(getattr(a, name) for a in quick) for name in ("draft", "verify")}
     loop = max(sum(a.seconds - a.prefill for a in quick), 1e-9)

@@ -5,17 +5,18 @@ and of every fixed tree, over the same walk as `replay`. The tree of N tokens is
 often over the store; an engine's dynamic tree, which adapts to each context, should do at least as well.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import pydantic.dataclasses
 import torch
+from pydantic import Field
 
 from eyas.data.slots import _packed_linears
 from eyas.data.split import load_split
@@ -27,6 +28,7 @@ from eyas.draft.model import Draft
 from eyas.errors import UsageError
 from eyas.features.store import Sample, Store
 from eyas.files import read_json
+from eyas.serving.contract import PROGRAMS, speculative_flags
 from eyas.target import LoadedTarget, LogitRule
 
 TOTALS, TOPKS, DEPTHS = (8, 16, 32, 64), (2, 4, 8), (2, 3, 5, 8)  # the trees that are tried
@@ -110,7 +112,12 @@ def tree_kept(documents: list[Ranks], tree: list[tuple[int, ...]]) -> list[np.nd
 # costs
 
 
-@dataclass(frozen=True)
+Size = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Times = Annotated[dict[Size, Seconds], Field(min_length=1)]
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
 class Costs:
     """Seconds. draft_step: rows at once -> one step; verify: conversations at once -> tokens of each -> one pass.
 
@@ -120,9 +127,13 @@ class Costs:
     """
 
     device: str
-    draft_step: dict[int, float]
-    verify: dict[int, dict[int, float]]
+    draft_step: Times
+    verify: Annotated[dict[Size, Times], Field(min_length=1)]
     note: str = ""
+
+    def __post_init__(self) -> None:
+        if any(1 not in each or len(each) < 2 for each in self.verify.values()):
+            raise ValueError("times for 1 token and for more are needed at each batch size")
 
     def draft(self, rows: float) -> float:
         return _between(self.draft_step, rows)
@@ -144,24 +155,11 @@ def read_costs(path: str | Path) -> Costs:
     """Raises UsageError for a file that does not hold what `Costs` says."""
     value = read_json(path)
     try:
-        costs = Costs(
-            str(value.get("device") or Path(path).name),
-            {int(rows): float(s) for rows, s in value["draft_step"].items()},
-            {int(b): {int(n): float(s) for n, s in each.items()} for b, each in value["verify"].items()},
-            str(value.get("note") or ""),
-        )
-        times = [*costs.draft_step.values(), *(s for each in costs.verify.values() for s in each.values())]
-        sizes = [*costs.draft_step, *costs.verify, *(n for each in costs.verify.values() for n in each)]
-        if not costs.draft_step or not costs.verify or min(times) <= 0 or min(sizes) < 1:
-            raise ValueError("times and sizes above zero")
-        if any(1 not in each or len(each) < 2 for each in costs.verify.values()):
-            raise ValueError("times for 1 token and for more, at each batch size")
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{path}: not costs of speculation ({error}). Expected seconds, as in "
-            '{"device": "H200", "draft_step": {"1": 4e-4}, "verify": {"1": {"1": 0.0061, "8": 0.0063}}}.'
-        ) from None
-    return costs
+        return pydantic.TypeAdapter(Costs).validate_python({"device": Path(path).name} | value)
+    except (pydantic.ValidationError, TypeError) as error:
+        reason = "; ".join(e["msg"] for e in error.errors()) if isinstance(error, pydantic.ValidationError) else error
+        example = '{"device": "H200", "draft_step": {"1": 4e-4}, "verify": {"1": {"1": 0.0061, "8": 0.0063}}}'
+        raise UsageError(f"{path}: not costs of speculation ({reason}). Expected seconds, as in {example}.") from None
 
 
 def measure_costs(
@@ -189,9 +187,8 @@ def _passes(target: LoadedTarget, batch: int, tokens: tuple[int, ...], context: 
         target.logits(states.last_hidden_state[:, -max(tokens) :])
 
     read(ids[:, :context])
-    return {
-        n: _clock(target, partial(read, ids[:, context : context + n]), partial(decoder.cache.crop, -n)) for n in tokens
-    }
+    passes = {n: partial(read, ids[:, context : context + n]) for n in tokens}
+    return {n: _clock(target, work, partial(decoder.cache.crop, -n)) for n, work in passes.items()}
 
 
 def _steps(target: LoadedTarget, draft: Draft, context: int) -> dict[int, float]:
@@ -272,39 +269,27 @@ def plan(documents: list[Ranks], costs: Costs, k: int, draft: str) -> dict[str, 
         best, chain = settings[0], next(one for one in settings if one.shape == "chain")
         pays = best.speedup >= WORTH
         verdict = (
-            f"batch {batch}: {best}, tau {best.tau:.2f}, {best.tokens_per_s:,.0f} tokens/s, ×{best.speedup:.2f} of "
-            f"plain decoding ({plain:,.0f})"
-            if pays
-            else f"batch {batch}: speculation does not pay; plain decoding gives {plain:,.0f} tokens/s, the best "
-            f"setting ({best}) ×{best.speedup:.2f} of that"
+            f"{best}, tau {best.tau:.2f}, {best.tokens_per_s:,.0f} tokens/s, ×{best.speedup:.2f} of plain decoding"
         )
-        batches.append(
-            {
-                "batch": batch,
-                "plain_tokens_per_s": plain,
-                "pays": pays,
-                "verdict": verdict,
-                "best": asdict(best),
-                "best_chain": asdict(chain),
-                "flags": flags(best, chain, draft) if pays else None,
-                "settings": [asdict(one) for one in settings],
-            }
-        )
+        if not pays:
+            verdict = f"speculation does not pay; the best setting ({best}) gives ×{best.speedup:.2f} of plain decoding"
+        found: dict[str, Any] = {"batch": batch, "plain_tokens_per_s": plain, "pays": pays, "flags": None}
+        found |= {
+            "verdict": f"batch {batch}: {verdict} ({plain:,.0f})",
+            "best": asdict(best),
+            "best_chain": asdict(chain),
+        }
+        if pays:
+            found["flags"] = flags(best, chain, draft)
+        batches.append(found | {"settings": [asdict(one) for one in settings]})
     shares = [float((kept > i).mean()) if len(kept) else 0.0 for i in range(k)]
     return {"draft": draft, "per_position": shares, "costs": asdict(costs), "batches": batches}
 
 
 def flags(best: Setting, chain: Setting, draft: str) -> dict[str, str]:
     """Command-line flags for the best setting (SGLang), and for the best chain where an engine's trees are not tried."""
-    speculative = json.dumps({"method": "eagle3", "model": draft, "num_speculative_tokens": chain.k})
-    return {
-        "sglang": (
-            f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {draft} --speculative-num-steps {best.k} "
-            f"--speculative-eagle-topk {best.topk} --speculative-num-draft-tokens {best.total}"
-        ),
-        "vllm": f"--speculative-config '{speculative}'",
-        "llamacpp": f"--spec-type draft-eagle3 --spec-draft-n-max {chain.k}",
-    }
+    found = {engine: speculative_flags(engine, draft, chain.k) for engine in PROGRAMS}
+    return found | {"sglang": speculative_flags("sglang", draft, best.k, best.topk, best.total)}
 
 
 def heldout_of(store: Store) -> tuple[list[str], str]:
@@ -318,10 +303,8 @@ def heldout_of(store: Store) -> tuple[list[str], str]:
 
 def ranks_in(store: Store, draft: Draft, k: int, ids: list[str]) -> list[Ranks]:
     """Ranks over documents of a store, in bfloat16 as they are stored. Raises UsageError for other layers."""
-    config = draft.config
-    if list(config.aux_layers) != store.meta["layers"]:
-        raise UsageError(
-            f"{store.place.path}: holds layers {store.meta['layers']}, the draft reads {list(config.aux_layers)}. "
-            "Extract a store with the draft's layers."
-        )
+    layers, wanted = store.meta["layers"], list(draft.config.aux_layers)
+    if layers != wanted:
+        text = f"holds layers {layers}, the draft reads {wanted}. Extract a store with the draft's layers."
+        raise UsageError(f"{store.place.path}: {text}")
     return ranks(draft, map(store.read, ids), k, max(TOPKS), draft_ids(draft), torch.bfloat16)

@@ -13,7 +13,9 @@ from typing import Any
 
 from eyas.errors import EyasError, UsageError
 from eyas.features import extract as e
-from eyas.features.store import Place, StoreWriter, held_entries, load_entries, read_description
+from eyas.features.index import held_entries, load_entries, read_description
+from eyas.features.place import Place
+from eyas.features.store import StoreWriter
 from eyas.progress import progress
 from eyas.target import Target, load_target, read_target
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from eyas.errors import EyasError, UsageError
 from eyas.features.extract import Source, State, argmax
-from eyas.features.store import Damaged, mask_of, teacher_positions
+from eyas.features.record import Damaged, mask_of, teacher_positions
 from eyas.target import LoadedTarget, Target
 
 if TYPE_CHECKING:

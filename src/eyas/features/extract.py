@@ -15,18 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eyas.errors import EyasError, UsageError
-from eyas.features.store import (
-    Entry,
-    Sample,
-    Store,
-    StoreWriter,
-    mask_of,
-    relative_error,
-    spans_of,
-    summary,
-    teacher_positions,
-    text_digest,
-)
+from eyas.features.index import summary
+from eyas.features.record import Entry, Sample, mask_of, relative_error, spans_of, teacher_positions, text_digest
+from eyas.features.store import Store, StoreWriter
 from eyas.progress import progress
 from eyas.target import LoadedTarget, Target, default_aux_layers
 

@@ -22,7 +22,8 @@ import numpy as np
 from eyas.errors import EyasError, UsageError
 from eyas.features.codec import to_bits
 from eyas.features.health import THRESHOLD, implausible
-from eyas.features.store import Damaged, Sample, mask_of, summary, teacher_positions
+from eyas.features.index import summary
+from eyas.features.record import Damaged, Sample, mask_of, teacher_positions
 from eyas.progress import progress
 from eyas.target import read_header
 

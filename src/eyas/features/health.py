@@ -10,27 +10,26 @@ import numpy as np
 
 from eyas.errors import EyasError, UsageError
 from eyas.features.codec import to_float
-from eyas.features.store import (
-    ALIGN,
+from eyas.features.index import (
     FORMAT,
+    Problems,
+    load_entries,
+    read_description,
+    summary,
+    write_description,
+    write_index,
+)
+from eyas.features.place import Place, Shards, is_locked, locked
+from eyas.features.record import (
+    ALIGN,
     RECORD_START,
     Damaged,
     Entry,
-    Place,
-    Problems,
     Record,
     Sample,
-    Shards,
-    is_locked,
-    load_entries,
-    locked,
     make_entry,
-    read_description,
-    summary,
     teacher_positions,
     text_digest,
-    write_description,
-    write_index,
 )
 from eyas.files import fingerprint
 from eyas.progress import progress
@@ -265,8 +264,8 @@ def scan(place: Place, shard: str) -> Iterator[Entry]:
         except Damaged:
             at = _next_start(data, at + ALIGN)
             continue
-        argmax, head = np.frombuffer(record.part("argmax"), "<i4"), data[at : at + record.head]
-        entry = make_entry(record.meta, record.tokens, record.spans, argmax, head, record.length)
+        head = data[at : at + record.head]
+        entry = make_entry(record.meta, record.tokens, record.spans, record.part("argmax"), head, record.length)
         yield replace(entry, shard=shard, offset=at)
         at = -(-(at + record.length) // ALIGN) * ALIGN
 

@@ -303,14 +303,9 @@ def _conversation(entry: Json) -> Json:
         "id": str(entry.get("id", "")),
         "category": entry.get("category") or "",
         "tau": entry.get("tau"),
-        "tokens": [token | _written(token.get("text", "")) for token in shown],
+        "tokens": [{"text": ""} | token for token in shown],
         "before": first,
         "after": len(tokens) - first - len(shown),
         "accepted": drafted.count("accepted"),
         "drafted": len(drafted),
     }
-
-
-def _written(text: str) -> Json:
-    """A token's text with its line breaks visible, and whether the line ends after it."""
-    return {"text": text.replace("\n", "↵"), "breaks": "\n" in text}

@@ -8,6 +8,7 @@ from typing import Any
 
 from eyas import files
 from eyas.report.figures import number, percent
+from eyas.serving.contract import ENGINES
 
 STAGES = {  # folder -> the verb that fills it
     "conversations": "prepare",
@@ -20,7 +21,6 @@ STAGES = {  # folder -> the verb that fills it
     "check": "check",
     "replay": "replay",
 }
-ENGINES = {"sglang": "SGLang", "vllm": "vLLM", "llamacpp": "llama.cpp", "openvino": "OpenVINO"}
 SHARE = re.compile(r"(share|coverage|rate|fraction|acc|accuracy|oov|data_wait)(_\d+)?$")
 WITHHELD = "not shown: its protocol was not recorded"
 
@@ -50,7 +50,7 @@ def label(key: str) -> str:
 
 
 def engine(name: str) -> str:
-    return ENGINES.get(name, name)
+    return ENGINES[name].title if name in ENGINES else name
 
 
 def value(key: str, found: Any) -> str:

@@ -8,6 +8,7 @@ them on by one. Each token of the cycle belongs to a class, and its row of the h
 it reads one register, or reads one and lets another veto. So each fault makes its own classes wrong.
 """
 
+import json
 import os
 import shlex
 import signal
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eyas.draft.config import DraftConfig, rope_parameters
-from eyas.errors import EyasError, UsageError
+from eyas.errors import EyasError, UsageError, first_line
 from eyas.files import read_json, write_json
 from eyas.serving.contract import ENGINES, PROGRAMS, Json, serve_command
 from eyas.serving.export import export
@@ -336,6 +337,29 @@ def diagnose(per_position: list[float], layers: list[int]) -> tuple[Wire, float]
 
 
 @contextmanager
+def _unwinding() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the caller instead of ending it where it stands; a second one ends it at once."""
+    previous: dict[int, Any] = {}
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    def unwind(number: int, _frame: Any) -> None:
+        restore()
+        raise SystemExit(128 + number)
+
+    with suppress(ValueError):  # not in the main thread
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP: leave it so
+                previous[number] = signal.signal(number, unwind)
+    try:
+        yield
+    finally:
+        restore()
+
+
+@contextmanager
 def serving(said: Json, program: str, log: Path) -> Iterator[str]:
     """The address of a server that holds the pair which `said` (canary.json) tells of, stopped at the end.
 
@@ -350,35 +374,52 @@ def serving(said: Json, program: str, log: Path) -> Iterator[str]:
     if not usual:
         raise UsageError(f"--run: {ENGINES[said['engine']].title} has no server. Give its figures with --measured.")
     command = [*shlex.split(said["serve"].replace(usual, program, 1)), "--port", str(port)]
-    with open(log, "wb") as output:
+    with _unwinding():  # the server leads its own process group: whatever ends this process would leave it running
+        with open(log, "wb") as output:
+            try:
+                server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            except OSError as error:
+                raise UsageError(f"--run {program!r}: cannot be started ({error}).") from None
         try:
-            server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        except OSError as error:
-            raise UsageError(f"--run {program!r}: cannot be started ({error}).") from None
-    try:
-        while True:
-            time.sleep(1)
-            if server.poll() is not None:
-                last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
-                raise EyasError(f"the server ended before it answered; it said: {last}. All of it is in {log}.")
-            with suppress(httpx.HTTPError):
-                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
-                    break
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGTERM)  # its workers too
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+            while True:
+                time.sleep(1)
+                if server.poll() is not None:
+                    last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+                    raise EyasError(f"the server ended before it answered; it said: {last}. All of it is in {log}.")
+                with suppress(httpx.HTTPError):
+                    if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+                        break
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGTERM)  # its workers too
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait()
+
+
+def _rounds(client: Any, body: Json) -> list[float]:
+    """llama-server's acceptance per position, from its stream: it counts up once a round. [] when it drafts nothing."""
+    told = 0, 0  # drafted and accepted so far
+    rounds: list[tuple[int, int]] = []
+    with client.stream("POST", "/completion", json=body | {"stream": True, "timings_per_token": True}) as answer:
+        for line in answer.raise_for_status().iter_lines():
+            timings = json.loads(line[6:]).get("timings", {}) if line.startswith("data: {") else {}
+            now = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
+            if now[0] > told[0]:
+                rounds.append((now[0] - told[0], now[1] - told[1]))
+                told = now
+    k = max((drafted for drafted, _ in rounds), default=0)
+    whole = [accepted for drafted, accepted in rounds if drafted == k]  # an answer's last round is shorter
+    return [sum(accepted > position for accepted in whole) / len(whole) for position in range(k)]
 
 
 def ask(engine: str, url: str, prompt: list[int], new: int = 4 * CYCLE) -> list[float]:
     """The acceptance per position of a server that holds the canary, from one greedy answer to the canary's prompt.
 
-    llama-server tells no positions: start it with --spec-draft-n-max 1. Raises EyasError when the server drafts nothing.
+    Raises EyasError when the server drafts nothing.
     """
     import httpx
 
@@ -397,16 +438,16 @@ def ask(engine: str, url: str, prompt: list[int], new: int = 4 * CYCLE) -> list[
         with httpx.Client(base_url=url, timeout=300) as client:
             if engine == "vllm":
                 body["model"] = client.get("/v1/models").json()["data"][0]["id"]
+            if engine == "llamacpp" and (rates := _rounds(client, body)):
+                return rates
             before = read_metrics(client.get("/metrics").text)
             value = client.post(path, json=body).raise_for_status().json()
             after = read_metrics(client.get("/metrics").text)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         raise EyasError(f"{url}: does not answer as {ENGINES[engine].title} does ({error}).") from None
-    counts = COUNTERS[engine](Served(url, [Asked(prompt, [0] * new, value)], [], before, after, {}, 0.0), 1)
+    counts = COUNTERS[engine](Served(url, [Asked(prompt, [0] * new, value)], [], before, after, 0.0), 1)
     if not counts.drafted:
         raise EyasError(f"{url}: drafted nothing. Start it with the canary's draft, out/draft beside out/target.")
-    if not counts.per_position and counts.drafted > counts.rounds:
-        raise UsageError(f"{url}: tells no positions. Start it with one drafted token a round (--spec-draft-n-max 1).")
     return counts.per_position or [counts.accepted / counts.rounds]
 
 
@@ -466,20 +507,16 @@ def write(out: Path, engine: str, like: Json | None = None, dtype: str = "float3
     canary = make(layers)
     folder = Path(out) / "target"
     config = transformers.AutoConfig.for_model(**raw)
-    family: Any = (
-        transformers.AutoModelForImageTextToText if "vision_config" in raw else transformers.AutoModelForCausalLM
-    )
+    kind = "ImageTextToText" if "vision_config" in raw else "CausalLM"
+    family = getattr(transformers, f"AutoModelFor{kind}")
     try:
         with torch.random.fork_rng():
             model = family.from_config(config).eval()
-        state = {
-            n: t for n, t in model.state_dict().items() if not any(w in n for w in ("visi", "visual", "projector"))
-        }
-        fill_target(canary, state)
+        elsewhere = ("visi", "visual", "projector")
+        fill_target(canary, {n: t for n, t in model.state_dict().items() if not any(w in n for w in elsewhere)})
         _prove(canary, model)
     except (ValueError, KeyError, RuntimeError, IndexError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise EyasError(f"{raw['architectures'][0]}: no canary for this class yet ({reason}).") from None
+        raise EyasError(f"{raw['architectures'][0]}: no canary for this class yet ({first_line(error)}).") from None
     transformers.logging.disable_progress_bar()
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     _as_published(folder, raw["architectures"])
@@ -494,7 +531,7 @@ def write(out: Path, engine: str, like: Json | None = None, dtype: str = "float3
     export(draft_of(canary), shape, target, Path(out) / "draft", provenance={"canary": layers}, dtype=dtype)
     said: Json = {"engine": engine, "architecture": target.architecture, "layers": layers, "prompt": canary.cycle[:4]}
     said |= {"text": canary.cycle, "right": "every drafted token is accepted"}
-    said["serve"] = serve_command(engine, str(folder), str(Path(out) / "draft"), 1 if engine == "llamacpp" else 3)
+    said["serve"] = serve_command(engine, str(folder), str(Path(out) / "draft"), 3)
     if engine == "vllm":
         said["serve"] += " --enforce-eager"  # compiling takes longer than everything else
     write_json(Path(out) / "canary.json", said)
@@ -508,9 +545,8 @@ def _as_published(folder: Path, architectures: list[str]) -> None:
     write_json(folder / "config.json", read_json(folder / "config.json") | {"architectures": architectures})
     for file in folder.glob("*.safetensors"):
         state = load_file(file)
-        named = {
-            name.replace("language_model.model.blocks.", "language_model.model.layers."): t for name, t in state.items()
-        }
+        old, new = (f"language_model.model.{part}." for part in ("blocks", "layers"))
+        named = {name.replace(old, new): tensor for name, tensor in state.items()}
         if named.keys() != state.keys():
             save_file(named, file, metadata={"format": "pt"})
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from eyas.draft.config import LATENT, DraftConfig, rope_parameters
-from eyas.errors import UsageError
+from eyas.errors import UsageError, listing
 from eyas.files import inside
 from eyas.serving import contract, names
 from eyas.serving.contract import DROPS, EFFECTS, ENGINES, FLAGSHIP, RAISES, Engine, Json
@@ -26,6 +26,10 @@ _ANOTHER = {"target_hidden_size": "hidden_size", "num_key_value_heads": "num_att
 _NOT_NULL = (
     "use_cache", "rope_theta", "target_hidden_size", "hidden_size", "vocab_size", "intermediate_size",
     "num_attention_heads", "num_hidden_layers", "rms_norm_eps", "max_position_embeddings",
+)  # fmt: skip
+_SIZES = (
+    "vocab_size", "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
 )  # fmt: skip
 _WRAPPERS = (
     "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.", "base_model.", "draft_model.",
@@ -137,7 +141,7 @@ def check(draft: str | Path, target: str | Path | Target | None, engines: list[s
     known = target if isinstance(target, Target) or target is None else read_target(target)
     found, hits = read_draft(folder)
     if found is not None:
-        for part in (_files, _config, _vocabulary, _embedding, _flags, _rope):
+        for part in (_files, _config, _vocabulary, _embedding, _options, _rope):
             hits += part(found, known)
     verdicts: Json = {}
     for name in engines:
@@ -149,6 +153,27 @@ def check(draft: str | Path, target: str | Path | Target | None, engines: list[s
     return {"draft": str(folder), "target": str(known.path) if known else None, "verdicts": verdicts}
 
 
+def not_for(config: DraftConfig, target: Target) -> dict[str, list[str]]:
+    """Engines that cannot serve this draft from a portable file, each with the reasons; needs no weights."""
+    shapes = names.expected_shapes(config) | dict.fromkeys(names.file_twins(config), (config.hidden_size,))
+    stored = {names.to_portable(name, config.num_layers): shape for name, shape in shapes.items()}
+    tensors = {name: StoredTensor(name, "BF16", shape, Path(), 0) for name, shape in stored.items()}
+    record = {"aux_layers": list(config.aux_layers)}
+    draft, reasons = Draft(Path(), names.portable_config(config, target=target), tensors, record), {}
+    for engine in ENGINES.values():
+        found = []
+        for hit in (*_options(draft, target), *_engine(draft, target, engine)):
+            severity, _, happens = EFFECTS[hit.key].get(engine.name, ("info", "", ""))
+            runtime = hit.key == "AUX_RUNTIME" and engine.name in contract.ALL  # these cannot be told from outside
+            if (hit.severity or severity) == "error" or runtime:
+                found.append(f"{hit.happens or happens} ({hit.found.rstrip('.')})")
+        if engine.name == "openvino" and config.draft_vocab_size == config.vocab_size:
+            found.append("needs a d2t of zeros beside a full vocabulary (eyas export --engine openvino)")
+        if found:
+            reasons[engine.name] = found
+    return reasons
+
+
 def _finding(hit: Hit, engine: Engine) -> Json | None:
     effect = EFFECTS[hit.key].get(engine.name)
     if effect is None:
@@ -158,7 +183,7 @@ def _finding(hit: Hit, engine: Engine) -> Json | None:
         "rule": hit.key.partition(":")[0],
         "severity": hit.severity or severity,
         "outcome": outcome,
-        "message": f"{hit.found} {engine.title} {engine.release}: {hit.happens or happens}.",
+        "message": f"{hit.found} {engine}: {hit.happens or happens}.",
         "fix": hit.fix,
         "tensors": list(hit.tensors),
     }
@@ -218,9 +243,9 @@ def _files(d: Draft, _: Target | None) -> Iterator[Hit]:
         elif len(tensor.shape) == 2 and not values.any():
             zero.append(name)
     if bad:
-        yield Hit("NONFINITE", f"{_list(bad)} holds NaN or infinity.", "Take an earlier checkpoint.", tuple(bad))
+        yield Hit("NONFINITE", f"{listing(bad)} holds NaN or infinity.", "Take an earlier checkpoint.", tuple(bad))
     if zero:
-        found = f"{_list(zero)} is all zeros where sampled."
+        found = f"{listing(zero)} is all zeros where sampled."
         yield Hit("ZERO", found, "Save the draft again and compare.", tuple(zero))
     declared = d.config.get("dtype") or d.config.get("torch_dtype")
     short = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(str(declared))
@@ -234,7 +259,7 @@ def _files(d: Draft, _: Target | None) -> Iterator[Hit]:
         found = f"{' and '.join(twice)} are one and the same tensor of the draft."
         yield Hit("TWICE", found, "Keep one.", tuple(twice))
     if lora := [name for name in d.tensors if "lora_" in name]:
-        yield Hit("ADAPTER", f"{_list(lora)}: adapter weights.", "Merge the adapter, then export.", tuple(lora))
+        yield Hit("ADAPTER", f"{listing(lora)}: adapter weights.", "Merge the adapter, then export.", tuple(lora))
 
 
 def _config(d: Draft, t: Target | None) -> Iterator[Hit]:
@@ -257,26 +282,14 @@ def _config(d: Draft, t: Target | None) -> Iterator[Hit]:
     allowed = "target_hidden_size" if names.is_speculators(raw) else ""
     if nulls := [key for key in _NOT_NULL if key in c and c[key] is None and key != allowed]:
         yield Hit("NULL", f"config.json has null for {', '.join(nulls)}.", "Give the number, or remove the key.")
-    if d.mla:
-        yield Hit("MLA", "The draft uses latent attention (MLA).", "Serve it with SGLang or vLLM.")
-        if not c.get("q_lora_rank") or d.size("num_hidden_layers") > 1:
-            yield Hit("MLA_SHAPE", "Latent attention without q_lora_rank, or in several layers.", "Serve it with vLLM.")
-        if str(c.get("model_type")).startswith("deepseek_v3"):
-            yield Hit("MLA_TYPE", f"model_type is {c['model_type']!r}.", 'Write "model_type": "kimi_k2".')
-        if names.flag(c, "norm_before_fc"):
-            yield Hit("MLA_NBFC", "Latent attention and norm_before_fc.", "Train with fc_norm or without.")
-    layers = c.get("num_hidden_layers")
-    if layers is None:
+    if c.get("num_hidden_layers") is None:
         fix = f'Write "num_hidden_layers": {d.layers_stored or 1}.'
         yield Hit("NHL_MISSING", "config.json has no num_hidden_layers.", fix)
-    elif layers > 1:
-        fix = "Serve it with SGLang or vLLM, or train one layer."
-        yield Hit("LAYERS", f"The draft has {layers} decoder layers.", fix)
-        for layer in range(1, d.layers_stored):
-            pair = [d.internal.get(f"layers.{layer}.{n}.weight") for n in ("input_layernorm", "hidden_norm")]
-            if pair[0] and pair[1] and not np.array_equal(pair[0].read(), pair[1].read()):
-                fix = "Serve it in the engine it was trained for, or train with both norms equal."
-                yield Hit("LAYERS_NORM", f"Layer {layer} has two different norms.", fix, (pair[0].name, pair[1].name))
+    for layer in range(1, d.layers_stored):
+        pair = [d.internal.get(f"layers.{layer}.{n}.weight") for n in ("input_layernorm", "hidden_norm")]
+        if pair[0] and pair[1] and not np.array_equal(pair[0].read(), pair[1].read()):
+            fix = "Serve it in the engine it was trained for, or train with both norms equal."
+            yield Hit("LAYERS_NORM", f"Layer {layer} has two different norms.", fix, (pair[0].name, pair[1].name))
     heads, hidden, few = d.size("num_attention_heads"), d.size("hidden_size"), d.size("num_key_value_heads")
     if heads <= 0 or hidden % heads or heads % max(1, few):
         found = f"hidden_size {hidden}, {heads} heads and {few} key/value heads do not divide."
@@ -291,9 +304,6 @@ def _config(d: Draft, t: Target | None) -> Iterator[Hit]:
         head = "lm_head.weight" in d.internal or d.head_rows < d.size("vocab_size")
         fix = 'Write "tie_word_embeddings": false; the draft has a head of its own.'
         yield Hit("TIE", "tie_word_embeddings is true.", fix if head else None, severity=None if head else "info")
-    window = c.get("sliding_window") if "sliding_attention" in str(c.get("layer_types", "sliding_attention")) else None
-    if window:
-        yield Hit("WINDOW", f"The draft attends through a window of {window}.", "Serve it with the same window.")
     if (c.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
         yield Hit("USE_AUX_FALSE", "eagle_config.use_aux_hidden_state is false.", "Remove it or write true.")
     if t is not None:
@@ -305,9 +315,8 @@ def _beside(d: Draft, t: Target) -> Iterator[Hit]:
     c, vocab = d.config, d.size("vocab_size")
     if t.vocab_size != vocab:
         key = "VOCAB:larger" if vocab > t.vocab_size else "VOCAB"
-        yield Hit(
-            key, f"vocab_size is {vocab}, the target's is {t.vocab_size}.", f'Write "vocab_size": {t.vocab_size}.'
-        )
+        found = f"vocab_size is {vocab}, the target's is {t.vocab_size}."
+        yield Hit(key, found, f'Write "vocab_size": {t.vocab_size}.')
     if c.get("target_hidden_size") not in (None, t.hidden_size):
         found = f"target_hidden_size is {c['target_hidden_size']}, the target's hidden size is {t.hidden_size}."
         yield Hit("SHAPE", found, f'Write "target_hidden_size": {t.hidden_size}, or take the right target.')
@@ -441,8 +450,23 @@ def _embedding(d: Draft, t: Target | None) -> Iterator[Hit]:
         yield Hit("EMBED_OWN", found, fix, (own.name,))
 
 
-def _flags(d: Draft, _: Target | None) -> Iterator[Hit]:
+def _options(d: Draft, _: Target | None) -> Iterator[Hit]:
+    """What the draft is, by its config and the shapes of its tensors."""
     c = d.config
+    if d.mla:
+        yield Hit("MLA", "The draft uses latent attention (MLA).", "Serve it with SGLang or vLLM.")
+        if not c.get("q_lora_rank") or d.size("num_hidden_layers") > 1:
+            yield Hit("MLA_SHAPE", "Latent attention without q_lora_rank, or in several layers.", "Serve it with vLLM.")
+        if str(c.get("model_type")).startswith("deepseek_v3"):
+            yield Hit("MLA_TYPE", f"model_type is {c['model_type']!r}.", 'Write "model_type": "kimi_k2".')
+        if names.flag(c, "norm_before_fc"):
+            yield Hit("MLA_NBFC", "Latent attention and norm_before_fc.", "Train with fc_norm or without.")
+    if (layers := c.get("num_hidden_layers") or 1) > 1:
+        fix = "Serve it with SGLang or vLLM, or train one layer."
+        yield Hit("LAYERS", f"The draft has {layers} decoder layers.", fix)
+    window = c.get("sliding_window") if "sliding_attention" in str(c.get("layer_types", "sliding_attention")) else None
+    if window:
+        yield Hit("WINDOW", f"The draft attends through a window of {window}.", "Serve it with the same window.")
     fc_norm = bool(c.get("fc_norm") or c.get("use_aux_norm"))
     if c.get("norm_before_residual"):
         by = " (the speculators default)" if "norm_before_residual" not in d.raw else ""
@@ -465,7 +489,7 @@ def _flags(d: Draft, _: Target | None) -> Iterator[Hit]:
         stray = tuple(tensor.name for name, tensor in d.internal.items() if name.startswith(prefix))
         if stray and not on:
             key = "FLAG_TENSOR" if flag == "norm_before_fc" else "FLAG_TENSOR:fc_norm"
-            yield Hit(key, f"{_list(stray)} is stored while {flag} is off.", f'Write "{flag}": true.', stray)
+            yield Hit(key, f"{listing(stray)} is stored while {flag} is off.", f'Write "{flag}": true.', stray)
     if bias := d.stored("q_proj.bias", "k_proj.bias", "v_proj.bias"):
         yield Hit("QKV_BIAS", "The attention has biases.", "Train without attention_bias for this engine.", bias)
         if not c.get("attention_bias"):
@@ -482,9 +506,8 @@ def _flags(d: Draft, _: Target | None) -> Iterator[Hit]:
 
 def _rope(d: Draft, t: Target | None) -> Iterator[Hit]:
     c = d.config
-    parameters, scaling = (
-        c[key] if isinstance(c.get(key), dict) else {} for key in ("rope_parameters", "rope_scaling")
-    )
+    both = (c.get("rope_parameters"), c.get("rope_scaling"))
+    parameters, scaling = (rope if isinstance(rope, dict) else {} for rope in both)
     if any(isinstance(value, dict) for value in parameters.values()):
         yield Hit("ROPE_NESTED", "rope_parameters holds one set per attention type.", "Write one flat set.")
     if "mrope_section" in parameters or "mrope_section" in scaling:
@@ -537,8 +560,6 @@ def _architecture(d: Draft, engine: Engine) -> Iterator[Hit]:
     if not arch or not engine.architectures or (speculators and not engine.speculators):
         return  # reported for every engine already, or taken whatever it says
     accepted = set(engine.architectures) | (contract.SPECULATORS if engine.speculators else set())
-    if engine.name == "vllm":
-        accepted |= contract.QWEN3 | contract.MLA
     if engine.name == "sglang" and d.mla:
         accepted = {"Eagle3DeepseekV2ForCausalLM"}
     if arch not in accepted:
@@ -548,40 +569,33 @@ def _architecture(d: Draft, engine: Engine) -> Iterator[Hit]:
 
 def places(d: Draft, t: Target | None, engine: Engine) -> Shapes:
     """Internal name -> shape of every parameter that the engine builds from this config, optional ones included."""
-    c, hidden, wide, aux = d.config, d.size("hidden_size"), d.size("target_hidden_size"), num_aux(d, engine)
-    sizes: Any = SimpleNamespace(
-        **{key: d.size(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")},
-        **{key: int(c.get(key) or 0) for key in LATENT},
-        qk_norm=engine.name == "vllm" and (c.get("model_type") == "qwen3" or "Qwen3ForCausalLM" in d.architecture),
-    )
-    shapes: Shapes = {
-        "embed_tokens.weight": (d.size("vocab_size"), hidden),
-        "fc.weight": (hidden, aux * wide),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (d.draft_vocab, hidden),
-    }
-    if engine.name == "sglang" and c.get("tie_word_embeddings") is True:
-        del shapes["lm_head.weight"]
-    if engine.name != "vllm" or d.draft_vocab != (t.vocab_size if t else d.size("vocab_size")):
-        shapes["d2t"] = (d.draft_vocab,)
+    c, name, aux, wide = d.config, engine.name, num_aux(d, engine), d.size("target_hidden_size")
     top, nested = (bool(keys.get("norm_before_fc")) for keys in (c, c.get("eagle_config") or {}))
-    if {"either": top or nested, "top": top, "nested": nested}.get(engine.norm_before_fc):
-        shapes["input_norm.weight"] = (aux * wide,)
-    if engine.fc_norm and (c.get("fc_norm") or (c.get("use_aux_norm") and engine.name == "sglang")):
-        shapes |= {f"fc_norm.{i}.weight": (wide,) for i in range(aux)}
-    if engine.name in ("sglang", "trtllm") and c.get("bias"):
-        shapes["fc.bias"] = (hidden,)
-    bias = not d.mla and bool(c.get("attention_bias")) and engine.name in ("vllm", "trtllm")
-    out_bias = not d.mla and engine.name in ("sglang", "vllm") and (c.get("attention_bias") or c.get("bias"))
-    for layer in range(d.size("num_hidden_layers")):
-        at, inner = f"layers.{layer}.", d.size("intermediate_size")
-        shapes |= {f"{at}{n}.weight": (hidden,) for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
-        attention = DraftConfig.attention_shapes(sizes, hidden * (2 if layer == 0 else 1))
-        shapes |= {f"{at}self_attn.{name}.weight": shape for name, shape in attention.items()}
-        biased = ("q_proj", "k_proj", "v_proj", "o_proj") if bias else ("o_proj",) if out_bias else ()
-        shapes |= {f"{at}self_attn.{name}.bias": attention[name][:1] for name in biased}
-        shapes |= {f"{at}mlp.{n}_proj.weight": (inner, hidden) for n in ("gate", "up")}
-        shapes[f"{at}mlp.down_proj.weight"] = (hidden, inner)
+    sizes: Any = SimpleNamespace(
+        **{key: d.size(key) for key in _SIZES},
+        **{key: int(c.get(key) or 0) for key in LATENT},
+        num_layers=d.size("num_hidden_layers"),
+        draft_vocab_size=d.draft_vocab,
+        fc_in=aux * wide,
+        aux_layers=range(aux),
+        norm_before_fc={"either": top or nested, "top": top, "nested": nested}.get(engine.norm_before_fc),
+        fc_norm=engine.fc_norm and (c.get("fc_norm") or (c.get("use_aux_norm") and name == "sglang")),
+        attention_bias=not d.mla and c.get("attention_bias") and name in ("vllm", "trtllm"),
+        qk_norm=name == "vllm" and (c.get("model_type") == "qwen3" or "Qwen3ForCausalLM" in d.architecture),
+    )
+    shapes = names.expected_shapes(sizes)
+    for twin in names.file_twins(sizes):
+        shapes[twin] = (sizes.hidden_size,)
+    if not d.mla and name in ("sglang", "vllm") and (c.get("attention_bias") or c.get("bias")):
+        shapes |= {f"layers.{layer}.self_attn.o_proj.bias": (sizes.hidden_size,) for layer in range(sizes.num_layers)}
+    if c.get("bias") and name in ("sglang", "trtllm"):
+        shapes["fc.bias"] = (sizes.hidden_size,)
+    if c.get("tie_word_embeddings") is True and name == "sglang":
+        del shapes["lm_head.weight"]
+    shapes.pop("t2d", None)
+    shapes["d2t"] = (d.draft_vocab,)
+    if name == "vllm" and d.draft_vocab == (t.vocab_size if t else sizes.vocab_size):
+        del shapes["d2t"]
     return shapes
 
 
@@ -636,7 +650,7 @@ def _names(d: Draft, t: Target | None, engine: Engine) -> Iterator[Hit]:
         fix = "eyas check --fix OUT renames them." if all(names.from_any(n) in known for n in found) else "Remove them."
         severity = {"NAME_UNKNOWN:junk": "warn", "NAME_UNKNOWN:harmless": "info"}.get(key)
         table = "NAME_UNKNOWN:dropped" if severity else key
-        yield Hit(table, f"{_list(found)}: not a name that it knows.", fix, tuple(found), severity)
+        yield Hit(table, f"{listing(found)}: not a name that it knows.", fix, tuple(found), severity)
     yield from _missing(d, shapes, filled, engine)
 
 
@@ -667,14 +681,14 @@ def _missing(d: Draft, shapes: Shapes, filled: set[str], engine: Engine) -> Iter
     lost = {
         name
         for name in shapes.keys() - filled - optional
-        if (name.startswith("layers.0.") or not unused.intersection(name.split(".")))
-        and not (engine.zero_bias and name.endswith(".bias"))
+        if name.startswith("layers.0.") or not unused & {*name.split(".")}
     }
+    lost -= {name for name in lost if engine.zero_bias and name.endswith(".bias")}
     norms = {name for name in lost if name.endswith(("norm.weight", "layernorm.weight")) or "fc_norm" in name}
     for key, group in (("MISSING", sorted(lost - norms)), ("MISSING:norm", sorted(norms))):
         if group:
             fix = "Export the draft again; these tensors were lost."
-            yield Hit(key, f"There is no {_list(group)}.", fix, tuple(group))
+            yield Hit(key, f"There is no {listing(group)}.", fix, tuple(group))
 
 
 def _layers(d: Draft, t: Target | None, engine: Engine) -> Iterator[Hit]:
@@ -696,7 +710,8 @@ def _layers(d: Draft, t: Target | None, engine: Engine) -> Iterator[Hit]:
         yield Hit("AUX_ORDER", found, "Write them ascending; fc's blocks follow.")
     if t is None:
         return
-    meant, why = _meant(d, t)
+    record = d.eyas.get("aux_layers")
+    meant, why = (list(record), "eyas.json") if isinstance(record, list) else names.intended_layers(c, t)
     layers = contract.captured(engine, c, t)
     if isinstance(layers, str):
         fix = "Train on layers that it can capture."
@@ -710,7 +725,7 @@ def _layers(d: Draft, t: Target | None, engine: Engine) -> Iterator[Hit]:
         fix = "Write both: eagle_config.eagle_aux_hidden_state_layer_ids and, one higher, the top-level key."
         if engine.name in ("openvino", "trtllm"):
             key, fix = "AUX_RUNTIME", "Set the layers where the engine lets you, or train on its layers."
-        elif d.eyas.get("aux_layers"):
+        elif record:
             key = "AUX_OTHER"
         elif nested and not top:
             key = "AUX_KEY" if engine.name == "vllm" else "AUX_KEY:ignored"
@@ -721,16 +736,5 @@ def _layers(d: Draft, t: Target | None, engine: Engine) -> Iterator[Hit]:
         found = f"The layer ids {nested} stand in eagle_config only."
         yield Hit("AUX_KEY:v2", found, "Write the top-level key too, one higher.")
     deepseek = t.architecture.startswith(contract._SGLANG_DEEPSEEK)
-    if engine.name == "sglang" and nested and not top and deepseek and nested[0] != 1 and not d.eyas.get("aux_layers"):
+    if engine.name == "sglang" and nested and not top and deepseek and nested[0] != 1 and not record:
         yield Hit("AUX_DS", f"The layer ids {nested} on {t.architecture}.", "Make sure that they were meant so.")
-
-
-def _meant(d: Draft, t: Target) -> tuple[list[int] | None, str]:
-    """The layers that the draft was trained on: its own record, else what its config means."""
-    if isinstance(record := d.eyas.get("aux_layers"), list):
-        return list(record), "eyas.json"
-    return names.intended_layers(d.config, t)
-
-
-def _list(found: "list[str] | tuple[str, ...]") -> str:
-    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")

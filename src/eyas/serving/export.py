@@ -1,65 +1,23 @@
 """Write a draft for engines, and read it back from any layout. The set of tensors is compared before and after."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eyas import __version__
 from eyas.draft.config import DraftConfig
 from eyas.errors import EyasError, UsageError
-from eyas.files import atomic_folder, inside, read_json, write_json
-from eyas.serving import contract, names
-from eyas.serving.contract import ENGINES, Engine, Json
-from eyas.target import Target, read_header
+from eyas.files import atomic_folder, read_json, write_json
+from eyas.serving import names
+from eyas.serving.check import not_for
+from eyas.serving.contract import ENGINES, Json
+from eyas.serving.tensors import read_folder
+from eyas.target import Target, read_header, read_target
 
 if TYPE_CHECKING:
     import torch
 
 LAYOUTS = ("portable", "eagle", "speculators")
 State = dict[str, "torch.Tensor"]
-
-
-def not_for(config: DraftConfig, target: Target) -> dict[str, list[str]]:
-    """Engines that cannot serve this draft from a portable file, each with the reasons (facts, not tensors)."""
-    reasons: dict[str, list[str]] = {}
-    full = config.draft_vocab_size == config.vocab_size
-    for engine in ENGINES.values():
-        found = _unsupported(config, engine)
-        layers = contract.captured(engine, names.portable_config(config, target=target), target)
-        if isinstance(layers, str):
-            found.append(layers)
-        elif layers != list(config.aux_layers) and engine.name != "trtllm":
-            found.append(f"captures out{tuple(layers)}, the draft was trained on out{config.aux_layers}")
-        if engine.name == "openvino" and full:
-            found.append("needs a d2t of zeros beside a full vocabulary (eyas export --engine openvino)")
-        problem = contract.target_problem(engine, target)
-        if problem and problem[0] == "error":
-            found.append(problem[1])
-        if found:
-            reasons[engine.name] = found
-    return reasons
-
-
-def _unsupported(config: DraftConfig, engine: Engine) -> list[str]:
-    """Options of the draft that the engine has no means to honour, whatever the file looks like."""
-    c, name, layers = config, engine.name, f"the draft has {config.num_layers}"
-    latent, simple = bool(c.kv_lora_rank), name in ("llamacpp", "openvino")
-    reasons = {
-        "ignores norm_before_residual": c.norm_before_residual and not engine.norm_before_residual,
-        "has no norm_before_fc": c.norm_before_fc and not engine.norm_before_fc,
-        "has no fc_norm": c.fc_norm and not engine.fc_norm,
-        "ignores norm_output": c.norm_output and not engine.norm_output,
-        f"serves one decoder layer, {layers}": c.num_layers > 1 and engine.one_layer,
-        f"takes three auxiliary layers, the draft has {len(c.aux_layers)}": len(c.aux_layers) != 3
-        and engine.three_layers,
-        "has no attention biases": c.attention_bias and (simple or name == "sglang"),
-        "has no query and key norms": c.qk_norm and name != "vllm",
-        "has no sliding window": c.sliding_window and simple,
-        "knows no draft with latent attention": latent and simple,
-        "has no norm_before_fc beside latent attention": latent and c.norm_before_fc and name in ("sglang", "vllm"),
-        "needs q_lora_rank in latent attention": latent and name == "sglang" and not c.q_lora_rank,
-        f"serves one decoder layer of latent attention, {layers}": latent and name == "sglang" and c.num_layers > 1,
-    }
-    return [reason for reason, met in reasons.items() if met]
 
 
 def export(
@@ -103,26 +61,22 @@ def export(
         tensors["t2d"] = torch.ones(config.vocab_size, dtype=torch.bool)
     for twin, source in names.file_twins(config).items():
         tensors[twin] = tensors[source].clone() if source else torch.zeros(config.hidden_size)
-    limits = not_for(config, target)
-    if engine and (reasons := [r for r in limits.get(engine, []) if "d2t of zeros" not in r]):
-        raise EyasError(
-            f"{ENGINES[engine].title} {ENGINES[engine].release} cannot serve this draft: {'; '.join(reasons)}."
-        )
+    reasons = not_for(config, target).get(engine or "", [])
+    if reasons := [reason for reason in reasons if "d2t of zeros" not in reason]:
+        raise EyasError(f"{ENGINES[engine or '']} cannot serve this draft: {'; '.join(reasons)}.")
 
+    if layout != "speculators":
+        tensors = {names.to_portable(name, config.num_layers): tensor for name, tensor in tensors.items()}
     cast = getattr(torch, dtype)
-    rename = names.to_layout(layout)
-    written = {
-        rename(name, config.num_layers): (t.to(cast) if t.is_floating_point() else t).contiguous().cpu()
-        for name, t in tensors.items()
-    }
+    floats = {name: tensor.to(cast) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    written = {name: tensor.contiguous().cpu() for name, tensor in (tensors | floats).items()}
     make = names.speculators_config if layout == "speculators" else names.portable_config
     with atomic_folder(out) as folder:
         write_json(folder / "config.json", make(config, dtype=dtype, target=target))
         found = _write_weights(written, folder, layout, shard_bytes)
         if found != set(written):
-            raise EyasError(
-                f"{out}: wrote {len(found)} tensors of {len(written)}; nothing was kept. Please report this."
-            )
+            text = f"wrote {len(found)} tensors of {len(written)}; nothing was kept. Please report this."
+            raise EyasError(f"{out}: {text}")
         write_json(folder / "eyas.json", record(config, target, provenance, layout, engine))
     return Path(out)
 
@@ -160,19 +114,15 @@ def checked(state: State, config: DraftConfig) -> State:
         chosen = tensors["t2d"].nonzero().flatten().cpu()
         ids = tensors["d2t"].cpu() + torch.arange(config.draft_vocab_size)
         if not torch.equal(chosen, ids):
-            raise UsageError(
-                "draft to export: d2t and t2d name different tokens; d2t must hold offsets in ascending order."
-            )
+            text = "d2t and t2d name different tokens; d2t must hold offsets in ascending order."
+            raise UsageError(f"draft to export: {text}")
     return tensors
 
 
 def _unlike(state: State, expected: dict[str, tuple[int, ...]]) -> str:
     """What in a state differs from the shapes of its config; the embedding may be the target's."""
-    wrong = [
-        f"{name} {tuple(state[name].shape)}, expected {shape}"
-        for name, shape in expected.items()
-        if name in state and tuple(state[name].shape) != shape
-    ]
+    shapes = {name: tuple(state[name].shape) for name in expected if name in state}
+    wrong = [f"{name} {shape}, expected {expected[name]}" for name, shape in shapes.items() if shape != expected[name]]
     missing, extra = expected.keys() - state.keys() - {"embed_tokens.weight"}, state.keys() - expected.keys()
     groups = {"missing": sorted(missing), "not in the config": sorted(extra), "of another shape": wrong}
     return next((f"tensors {what}: {', '.join(found[:5])}" for what, found in groups.items() if found), "")
@@ -225,9 +175,10 @@ def load_draft(path: str | Path, target: Target | None) -> tuple[DraftConfig, St
 
     path = Path(path)
     config = names.draft_config_from(read_json(path / "config.json"), target)
-    state = {
-        names.from_any(name): tensor for name, tensor in _read_weights(path).items() if not names.teacher_only(name)
-    }
+    stored, faults = read_folder(path)
+    if faults:
+        raise UsageError(f"{path}: the weights cannot be read ({'; '.join(faults)}). Copy or save them again.")
+    state = {names.from_any(name): t.torch() for name, t in stored.items() if not names.teacher_only(name)}
     if config.draft_vocab_size == config.vocab_size:
         if "d2t" in state and state["d2t"].any():
             raise UsageError(f"{path}: a full vocabulary with a map that is not the identity. Run eyas check on it.")
@@ -255,27 +206,26 @@ def load_draft(path: str | Path, target: Target | None) -> tuple[DraftConfig, St
     return config, {name: state[name] for name in expected if name in state}
 
 
-def _read_weights(path: Path) -> State:
-    import torch
-    from safetensors.torch import load_file
-
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        files = [inside(path, name) for name in sorted(set(read_json(index)["weight_map"].values()))]
+def convert(folder: Path, target: str | None, out: Path, *, layout: str, vocabulary: Path | None, **form: Any) -> Json:
+    """Write the draft in `folder` in another form (`export`'s options, and layout "gguf" with the target's GGUF as
+    `vocabulary`); returns the engines that it is not for. Raises UsageError where `out` exists already."""
+    if out.exists():
+        raise UsageError(f"{out}: exists already. Name another folder with --out, or remove it.")
+    if form["dtype"] not in ("bfloat16", "float16", "float32"):
+        raise UsageError(f"--dtype {form['dtype']}: expected bfloat16, float16 or float32.")
+    if target is None:
+        raise UsageError(f"eyas export {folder}: name the draft's target with --target.")
+    if not (folder / "config.json").exists():
+        raise UsageError(f"{folder}: no draft. Expected config.json and its weights.")
+    known = read_target(target)
+    config, state = load_draft(folder, known)
+    provenance = {"exported_from": str(folder)}
+    if layout != "gguf":
+        export(state, config, known, out, provenance=provenance, layout=layout, **form)
+    elif vocabulary is None:
+        raise UsageError("--layout gguf: give --vocabulary, the target's GGUF, whose tokenizer the draft shares.")
     else:
-        files = sorted(path.glob("*.safetensors"))
-    state: State = {}
-    try:
-        if files:
-            for file in files:
-                state |= load_file(file)
-        elif (path / "pytorch_model.bin").exists():
-            state = torch.load(path / "pytorch_model.bin", map_location="cpu", weights_only=True, mmap=True)
-        else:
-            raise UsageError(f"{path}: no weights. Expected model.safetensors or pytorch_model.bin.")
-    except UsageError:
-        raise
-    except Exception as error:  # safetensors and torch raise many kinds; all mean the same to the user
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"{path}: the weights cannot be read ({reason}). Copy or save them again.") from None
-    return state
+        from eyas.serving.llamacpp import export_gguf
+
+        export_gguf(state, config, known, out, provenance=provenance, vocabulary=vocabulary, dtype=form["dtype"])
+    return {} if form["engine"] else not_for(config, known)

@@ -146,12 +146,8 @@ def _map(d: Draft, t: Target | None, tensors: Tensors, config: Json, changed: li
         return
     ids = offsets + np.arange(rows)
     sound = _sound(ids, vocab)
-    if (
-        chosen is not None
-        and len(chosen) == rows
-        and np.array_equal(chosen, offsets)
-        and not np.array_equal(chosen, ids)
-    ) or (not sound and chosen is None and _sound(offsets, vocab)):
+    absolute = chosen is not None and np.array_equal(chosen, offsets) and not np.array_equal(chosen, ids)
+    if absolute or (not sound and chosen is None and _sound(offsets, vocab)):
         ids, sound = offsets, True
         changed.append("d2t held target ids; wrote offsets")
     if not sound:

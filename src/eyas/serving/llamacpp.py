@@ -53,9 +53,7 @@ def export_gguf(
     except ImportError:
         raise UsageError("GGUF export needs the gguf package: pip install 'eyas[gguf]'.") from None
     if reasons := not_for(config, target).get("llamacpp"):
-        raise EyasError(
-            f"{ENGINES['llamacpp'].title} {ENGINES['llamacpp'].release} cannot serve this draft: {'; '.join(reasons)}."
-        )
+        raise EyasError(f"{ENGINES['llamacpp']} cannot serve this draft: {'; '.join(reasons)}.")
     tensors = checked(state, config)
     if embedding_is_targets(tensors.get("embed_tokens.weight"), config, target):
         tensors.pop("embed_tokens.weight", None)
@@ -107,13 +105,8 @@ def _write_keys(writer: Any, config: DraftConfig, name: str, dtype: str) -> None
         keys["rope_scaling_factor"] = rope["factor"]
     if kind == "yarn":
         keys["rope_scaling_orig_ctx_len"] = rope["original_max_position_embeddings"]
-        for key, theirs in (
-            ("attention_factor", "attn_factor"),
-            ("beta_fast", "beta_fast"),
-            ("beta_slow", "beta_slow"),
-        ):
-            if rope.get(key) is not None:
-                keys[f"rope_scaling_yarn_{theirs}"] = rope[key]
+        yarn = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+        keys |= {f"rope_scaling_yarn_{yarn[key]}": rope[key] for key in yarn if rope.get(key) is not None}
     for key, value in keys.items():
         getattr(writer, f"add_{key}")(value)
 

@@ -72,9 +72,8 @@ def load_as(folder: str | Path, target: Target, engine: str) -> tuple[DraftConfi
         raise EyasError(f"{folder}: {kind.title} uses {', '.join(strange)}, for which eyas' draft has no place.")
     notes = [finding["message"] for finding in findings if finding["outcome"] != "harmless"]
     if random:
-        notes.append(
-            f"{kind.title} leaves {', '.join(random)} uninitialised; random values stand in, so figures are rough."
-        )
+        text = "uninitialised; random values stand in, so figures are rough."
+        notes.append(f"{kind.title} leaves {', '.join(random)} {text}")
     return config, {name: found[name] for name in expected}, notes
 
 

@@ -6,7 +6,6 @@ No torch here.
 """
 
 import re
-from typing import Any
 
 from eyas.draft.config import LATENT, DraftConfig, latent_sizes, rope_parameters
 from eyas.errors import UsageError
@@ -17,8 +16,11 @@ from eyas.target import Target
 # what wrappers leave in names: anywhere in the name, and at its beginning
 _INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _LEADING = ("module.", "base_model.model.", "draft_model.", "eagle_module.", "model.")
-_FC_NORM = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
+_SAME = (  # keys of a Llama config that DraftConfig calls the same
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "max_position_embeddings", "rms_norm_eps", "attention_bias",
+)  # fmt: skip
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 
@@ -29,7 +31,7 @@ def from_any(name: str) -> str:
         name = name.replace(part, "")
     while prefix := next((p for p in _LEADING if name.startswith(p)), None):
         name = name.removeprefix(prefix)
-    for old, new in _FC_NORM.items():
+    for old, new in contract.FC_NORM.items():
         name = name.replace(old, new)
     name = re.sub(r"^midlayer\.(\d+)\.", r"layers.\1.", name)
     return re.sub(r"^midlayer\.", "layers.0.", name)
@@ -61,7 +63,7 @@ def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(c.num_layers):
         prefix, width = f"layers.{layer}.", c.hidden_size * (2 if layer == 0 else 1)
         shapes |= {f"{prefix}{norm}.weight": (c.hidden_size,) for norm in _NORMS if layer == 0 or norm != "hidden_norm"}
-        for part, shape in c.attention_shapes(width).items():
+        for part, shape in DraftConfig.attention_shapes(c, width).items():
             shapes[f"{prefix}self_attn.{part}.weight"] = shape
             if c.attention_bias and part in ("q_proj", "k_proj", "v_proj"):
                 shapes[f"{prefix}self_attn.{part}.bias"] = shape[:1]
@@ -98,39 +100,32 @@ def _rope_keys(config: DraftConfig) -> Json:
     if rope.get("rope_type") == "mrope":
         rope["rope_type"] = "default"
     keys: Json = {"rope_theta": rope.get("rope_theta", 10000.0), "rope_parameters": rope}
-    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
     if rope.get("rope_type", "default") != "default":
-        keys["rope_scaling"] = scaling
+        keys["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
     return keys
 
 
 def _llama_keys(config: DraftConfig) -> Json:
-    window: Json = {}
-    if config.sliding_window:
-        window = {
-            "sliding_window": config.sliding_window,
-            "layer_types": ["sliding_attention"] * config.num_layers,
-        }
+    window: Json = {"sliding_window": config.sliding_window, "layer_types": ["sliding_attention"] * config.num_layers}
     heads: Json = {"head_dim": config.head_dim}
     if config.kv_lora_rank:
         heads = {key: getattr(config, key) for key in LATENT} | {"rope_interleave": True}
     return {  # kimi_k2, which both engines read as DeepSeek's: vLLM takes a draft of deepseek_v3 for its MTP module
         "model_type": "kimi_k2" if config.kv_lora_rank else "qwen3" if config.qk_norm else "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        **{key: getattr(config, key) for key in _SAME},
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
         **heads,
         "hidden_act": "silu",
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "attention_bias": config.attention_bias,
         "mlp_bias": False,
         **_rope_keys(config),
-        **window,
+        **(window if config.sliding_window else {}),
     }
+
+
+def _draft_keys(config: DraftConfig, dtype: str) -> Json:
+    same = ("draft_vocab_size", "target_hidden_size", "norm_before_residual")
+    fixed = {"tie_word_embeddings": False, "dtype": dtype, "torch_dtype": dtype}
+    return {key: getattr(config, key) for key in same} | fixed
 
 
 def layer_keys(layers: list[int], target: Target) -> Json:
@@ -159,57 +154,36 @@ def portable_config(config: DraftConfig, *, dtype: str = "bfloat16", target: Tar
     keys: Json = {
         "architectures": ["Eagle3DeepseekV2ForCausalLM" if config.kv_lora_rank else architecture],
         **_llama_keys(config),
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
+        **_draft_keys(config, dtype),
         "bias": False,
-        "tie_word_embeddings": False,
-        "norm_before_residual": config.norm_before_residual,
         "use_cache": True,
-        "dtype": dtype,
-        "torch_dtype": dtype,
         **layer_keys(list(config.aux_layers), target),
     }
-    for name in ("bos_token_id", "eos_token_id"):
-        if target.text.get(name) is not None:
-            keys[name] = target.text[name]
+    ends = ("bos_token_id", "eos_token_id")
+    keys |= {name: target.text[name] for name in ends if target.text.get(name) is not None}
     if config.norm_before_fc:
         keys["norm_before_fc"] = True
         keys["eagle_config"] = keys.get("eagle_config", {"use_aux_hidden_state": True}) | {"norm_before_fc": True}
-    if config.fc_norm:
-        keys["fc_norm"] = True
-    if config.norm_output:
-        keys["norm_output"] = True
-    return keys
+    return keys | {name: True for name in ("fc_norm", "norm_output") if getattr(config, name)}
 
 
 def speculators_config(config: DraftConfig, *, dtype: str = "bfloat16", target: Target, tokens: int = 3) -> Json:
     """config.json of the speculators format; `tokens` is what its one proposal method drafts per round."""
+    method = {"proposal_type": "greedy", "speculative_tokens": tokens, "accept_tolerance": 0.0, "verifier_accept_k": 1}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "norm_before_residual": config.norm_before_residual,
+        **_draft_keys(config, dtype),
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config.aux_layers],
         "num_aux_hidden_states": len(config.aux_layers),
-        "tie_word_embeddings": False,
-        "dtype": dtype,
-        "torch_dtype": dtype,
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": tokens,
-                    "accept_tolerance": 0.0,
-                    "verifier_accept_k": 1,
-                }
-            ],
+            "proposal_methods": [method],
             "verifier": {"architectures": target.config.get("architectures") or [], "name_or_path": str(target.path)},
         },
         "transformer_layer_config": _llama_keys(config),
@@ -246,10 +220,8 @@ def intended_layers(config: Json, target: Target) -> tuple[list[int] | None, str
     from_nested = contract.physical_from_nested(nested, target) if nested else None
     from_top = [i - 1 for i in top] if top else None
     if from_nested and from_top and from_nested != from_top:
-        return (
-            None,
-            f"the nested ids {nested} mean out{tuple(from_nested)}, the top-level ids {top} out{tuple(from_top)}",
-        )
+        text = f"the nested ids {nested} mean out{tuple(from_nested)}"
+        return None, f"{text}, the top-level ids {top} out{tuple(from_top)}"
     if from_top:
         return from_top, f"top-level ids {top}"
     if from_nested:
@@ -311,8 +283,3 @@ def draft_config_from(config_json: Json, target: Target | None) -> DraftConfig:
         sliding_window=c.get("sliding_window") if "sliding_attention" in str(c.get("layer_types")) else None,
         **({key: c[key] for key in LATENT} if c.get("kv_lora_rank") else {}),
     )
-
-
-def to_layout(layout: str) -> Any:
-    """The function that names an internal tensor in a layout."""
-    return (lambda name, num_layers=1: name) if layout == "speculators" else to_portable

@@ -8,12 +8,15 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from eyas.errors import UsageError
 from eyas.files import inside
+
+if TYPE_CHECKING:
+    import torch
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -22,6 +25,7 @@ NUMPY = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1",
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "|b1", "F8_E4M3": "<u1", "F8_E5M2": "<u1",
 }  # fmt: skip
+_BITS = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # torch's names
 FLOATS = ("F64", "F32", "F16", "BF16")
 _STORAGES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
@@ -61,6 +65,15 @@ class StoredTensor:
         if self.dtype == "BF16":
             return (values.astype(np.uint32) << 16).view(np.float32)
         return values if self.dtype == "F64" else values.astype(np.float32)
+
+    def torch(self) -> "torch.Tensor":
+        """The whole of it as a torch tensor in its stored dtype."""
+        import torch
+
+        if not self.contiguous:
+            raise UsageError(f"{self.file}: {self.name} is stored transposed. Save it contiguous.")
+        values = torch.from_numpy(self.read()).reshape(self.shape)
+        return values.view(getattr(torch, _BITS[self.dtype])) if self.dtype in _BITS else values
 
     def sample(self, pieces: int = 16, length: int = 512) -> Array:
         """Up to pieces * length values as float32, evenly spread over the tensor: reading cost is bounded."""
@@ -116,10 +129,8 @@ def _safetensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         if not 0 < length <= min(100 << 20, size - 8):
             raise UsageError(f"{file.name} is not a safetensors file, or is cut off in its header ({size:,} bytes)")
         try:
-            header = json.loads(handle.read(length))
-            entries = [
-                (n, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items() if n != "__metadata__"
-            ]
+            header = {n: e for n, e in json.loads(handle.read(length)).items() if n != "__metadata__"}
+            entries = [(n, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items()]
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(f"{file.name}: its header is not valid") from None
     end = max((stop for *_, stop in entries), default=0)
@@ -131,9 +142,8 @@ def _safetensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             raise UsageError(f"{file.name}: {name} has the unknown dtype {dtype}")
         tensor = StoredTensor(name, dtype, shape, file, 8 + length + start)
         if tensor.bytes != stop - start or start < 0:
-            raise UsageError(
-                f"{file.name}: {name} takes {stop - start} bytes, {dtype} {list(shape)} needs {tensor.bytes}"
-            )
+            needs = f"{dtype} {list(shape)} needs {tensor.bytes}"
+            raise UsageError(f"{file.name}: {name} takes {stop - start} bytes, {needs}")
         yield name, tensor
 
 
