@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -255,12 +255,12 @@ UNRUN = {("sglang", "four ids"), ("sglang", "two ids"), ("sglang", "mrope")}
 LAST_ROUND = {"vllm": "whole", "sglang": "whole", "llamacpp": "short", "openvino": "left out"}
 
 
-def count(kept: Iterator[int], new: int, k: int, rule: str) -> dict:
-    """Drafted, accepted and accepted per position of rounds that keep so many of k, until `new` tokens are written."""
+def count(rounds: Iterator[tuple[int, Sized]], new: int, k: int, rule: str) -> dict:
+    """Drafted, accepted and accepted per position of rounds (tokens kept, tokens guessed), until `new` are written."""
     made, drafted, positions = 1, 0, [0] * k
     while made < new:
-        right = next(kept)
-        want = k if rule == "whole" else min(k, new - made - 1)
+        right, guessed = next(rounds)
+        want = len(guessed) if rule == "whole" else min(len(guessed), new - made - 1)
         right = min(right, want)
         made += right + 1
         if made >= new and rule == "left out":
@@ -285,10 +285,10 @@ def simulate(config: Any, state: dict, rule: str) -> dict:
         found = draft.unroll(pack([text]).to("cpu", torch.float32), K, None, LogitRule(), table)
     kept = dict(zip(found.rows.tolist(), found.accepted.tolist(), strict=True))
 
-    def rounds() -> Iterator[int]:
+    def rounds() -> Iterator[tuple[int, Sized]]:
         row = 3
         while True:
-            yield kept[row]
+            yield kept[row], range(K)
             row += kept[row] + 1
 
     return count(rounds(), NEW, K, rule)

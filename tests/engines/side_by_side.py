@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ sys.path[:0] = [str(ROOT / "tests")] if str(ROOT / "tests") not in sys.path else
 
 from engines import llamacpp  # noqa: E402
 from engines.faults import LAST_ROUND, WORKERS, available, count, write_docs  # noqa: E402
-from eyas.decode.chain import Answer, Chain, Decoder  # noqa: E402
+from eyas.decode.chain import Answer, Chain, Decoder, Guess  # noqa: E402
 from eyas.draft.model import Draft  # noqa: E402
 from eyas.serving.contract import ENGINES  # noqa: E402
 from eyas.serving.load import load_as  # noqa: E402
@@ -48,23 +49,35 @@ class Ours:
     draft: Draft
     new: int
     k: int
-    kept: dict[tuple[int, ...], Answer] = field(default_factory=dict)
+    kept: dict[tuple[int, ...], tuple[Answer, list[list[int]]]] = field(default_factory=dict)
 
-    def answer(self, prompt: list[int]) -> Answer:
-        """Goes on past the end, so that the last round is whole: what an engine drafts of it less is its beginning."""
+    def answer(self, prompt: list[int]) -> tuple[Answer, list[list[int]]]:
+        """The answer, and what was drafted in each round. It goes on past the end, so that the last round is whole: what
+        an engine drafts of it less is its beginning."""
         if tuple(prompt) not in self.kept:
-            decoder = Decoder(self.target, self.draft, Chain(self.k))
-            self.kept[tuple(prompt)] = decoder.answer(prompt, self.new + 2 * self.k + 2, frozenset())
+            guesses: list[list[int]] = []
+
+            def propose(*given: Any) -> Guess:
+                guess = Chain(self.k)(*given)
+                guesses.append(guess.tokens[1:])
+                return guess
+
+            decoder = Decoder(self.target, self.draft, propose)
+            self.kept[tuple(prompt)] = decoder.answer(prompt, self.new + 2 * self.k + 2, frozenset()), guesses
         return self.kept[tuple(prompt)]
 
     def ends(self, prompt: list[int]) -> bool:
         """llama-server never writes an end token that it was told to ignore, so there the texts would part."""
-        return not set(self.target.target.eos_ids).isdisjoint(self.answer(prompt).tokens)
+        return not set(self.target.target.eos_ids).isdisjoint(self.answer(prompt)[0].tokens)
 
     def counts(self, prompt: list[int], rule: str) -> dict:
         """{"tokens", "drafted", "accepted", "per_position"} under an engine's rule for the last round."""
-        answer = self.answer(prompt)
-        return {"tokens": answer.tokens[: self.new]} | count(iter(answer.accepted), self.new, self.k, rule)
+        answer, guesses = self.answer(prompt)
+        rounds = zip(answer.accepted, guesses, strict=True)
+        if rule == "left out":  # OpenVINO, where a draft that guesses an end token guesses no further
+            ends = set(self.target.target.eos_ids)
+            rounds = ((kept, g[: next((i + 1 for i, t in enumerate(g) if t in ends), self.k)]) for kept, g in rounds)
+        return {"tokens": answer.tokens[: self.new]} | count(rounds, self.new, self.k, rule)
 
 
 def serve(engine: str, target: Path, draft: Path, prompts: list[list[int]], new: int, k: int, folder: Path) -> list:
@@ -100,7 +113,8 @@ def compare(engine: str, ours: Ours, draft: Path, prompts: list[list[int]]) -> l
         same += left["tokens"] == right["tokens"]
         if wrong := [key for key in right if left[key] != right[key]]:
             first = next((i for i, pair in enumerate(zip(left["tokens"], right["tokens"], strict=False)) if len(set(pair)) > 1), None)  # fmt: skip
-            print(f"{engine}: prompt {index}: {', '.join(wrong)} differ; first other token {first}", file=sys.stderr)
+            told = "; ".join(f"{key} {left[key]}, {engine} {right[key]}" for key in wrong if key != "tokens")
+            print(f"{engine}: prompt {index}: {told}; first other token {first}", file=sys.stderr)
     cells = [
         ENGINES[engine].title,
         f"out{ours.draft.config.aux_layers}, last round {LAST_ROUND[engine]}",
