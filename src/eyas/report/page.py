@@ -145,7 +145,7 @@ def _figures(figures: Mapping[str, Any], protocol: Mapping[str, Any] | str | Non
     said = words.protocol_text(figures.get("protocol") or protocol)
     for key, found in figures.items():
         is_tau = "tau" in key.split("_")
-        if key != "protocol":
+        if key not in ("protocol", "curve") and found != "":  # the curve has a chart of its own
             text = words.WITHHELD if is_tau and not said else words.value(key, found)
             yield words.label(key), text, said if is_tau else ""
 

@@ -55,6 +55,8 @@ def engine(name: str) -> str:
 
 def value(key: str, found: Any) -> str:
     """A figure with the unit that its key tells: bytes, seconds, shares, `a_per_b`; small dicts are written out."""
+    if isinstance(found, Mapping) and found.keys() >= {"category", "share"}:  # a row of the mix
+        return f"{found['category']} {percent(found['share'])}"
     if isinstance(found, Mapping):
         return ", ".join(f"{label(str(name))} {value(str(name), entry)}" for name, entry in found.items()) or "none"
     if isinstance(found, list | tuple):
