@@ -237,7 +237,8 @@ NAMED = {
 # A config that contradicts how the draft was trained: no file shows it, so check cannot; load_as gives the right figure.
 LIES = {
     "SGLang's ids at the top", "vLLM's ids nested", "other ids top level only", "other ids nested only",
-    "ids in descending order", "norm_before_residual true", "norm_output true", *WIRES,
+    "ids in descending order", "norm_before_residual true", "norm_output true", "gelu",
+    "use_aux_hidden_state false", "four nested ids", *WIRES,
     "norm_before_fc nested only", "fc_norm true", "the last layer, top level", "the last layer, nested",
     "an id beyond the last layer",
     "embedding with 5 rows less",  # not met by the canary's text

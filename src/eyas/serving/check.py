@@ -715,7 +715,8 @@ def _layers(d: Draft, t: Target | None, engine: Engine) -> Iterator[Hit]:
     layers = contract.captured(engine, c, t)
     if isinstance(layers, str):
         fix = "Train on layers that it can capture."
-        yield Hit("AUX_LAST", f"Layers, by this config: {why}.", fix, happens=layers)
+        key = "AUX_LAST:unusable" if "no usable state" in layers else "AUX_LAST"
+        yield Hit(key, f"Layers, by this config: {why}.", fix, happens=layers)
     elif meant is None:
         yield Hit("AUX_CONV", _sentence(why), "Correct the wrong one: top-level id = nested id + 1.")
     elif len(layers) != count:

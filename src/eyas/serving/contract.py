@@ -75,7 +75,7 @@ ENGINES: dict[str, Engine] = {
             later_norm="input_layernorm",
         ),
         Engine(
-            "llamacpp", "llama.cpp", "b11434", _LLAMA, True, usual_layers,
+            "llamacpp", "llama.cpp", "b11434", _LLAMA | {"LlamaForCausalLM"}, True, usual_layers,
             three_layers=True, one_layer=True, own_embedding=True, norm_before_fc="top", norm_before_residual=True,
         ),
         Engine(
@@ -166,7 +166,7 @@ def captured(engine: Engine, config: Json, target: Target) -> list[int] | str:
     elif engine.name == "llamacpp" and top:
         layers = [i - 1 for i in top]
         if layers[-1] == n - 1 and target.model_type == "llama":
-            return f"id {n} (the last layer) gives no usable state on a Llama target: 0 of 222 drafted tokens accepted"
+            return f"id {n} (the last layer) gives no usable state on a Llama target, and nothing is said"
     if engine.name == "openvino" and n < 10:
         return f"the target has {n} layers; at least 10 are needed"
     if min(layers) < -1 or max(layers) >= n:

@@ -55,7 +55,9 @@ def load_as(folder: str | Path, target: Target, engine: str) -> tuple[DraftConfi
     _shared(found, met, target, kind, draft.draft_vocab)
     random = _fill(found, shapes, kind)
     layers = contract.captured(kind, draft.config, target)
-    if isinstance(layers, str) or min(layers) < 0:
+    if isinstance(layers, str):
+        raise EyasError(f"{folder}: {kind.title}: {layers}; no store holds what it feeds.")
+    if min(layers) < 0:
         raise EyasError(f"{folder}: {kind.title} would feed it the target's embeddings, which no store holds.")
     _in_ascending_order(found, layers)
     if "NAUX_BYPASS" in met:
