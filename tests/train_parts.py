@@ -8,6 +8,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from eyas.draft import model
 from eyas.draft.batch import Batch
+from eyas.draft.loss import GradientSink, Teacher
 from eyas.recipe import read_recipe
 from eyas.run import Run
 from eyas.train import checkpoint
@@ -44,7 +46,16 @@ def _trainer(recipe: str, out: str, change: dict[str, Any], rank: int, size: int
     return run.trainer(Path(out), run.recipe.train.model_copy(update=change), inputs="same")
 
 
-def plain_head_loss(hidden, master, head, sink, teacher, index, weight, kind):  # type: ignore[no-untyped-def]
+def plain_head_loss(
+    hidden: torch.Tensor,
+    master: torch.Tensor,
+    head: torch.Tensor,
+    sink: GradientSink,
+    teacher: Teacher,
+    index: torch.Tensor,
+    weight: torch.Tensor,
+    kind: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Soft cross-entropy and greedy choice by autograd, for `head_loss`."""
     logits = hidden @ master.T
     return (-(teacher.read(index) * logits.log_softmax(-1)).sum(-1) * weight).sum(), logits.argmax(-1)
@@ -56,14 +67,24 @@ class Step(torch.nn.Module):
         self.draft, self.loss = trainer.draft, trainer.forward
 
     def forward(self, batch: Batch, supervised: float) -> torch.Tensor:
-        return self.loss(batch, supervised).loss  # type: ignore[arg-type]
+        return self.loss(batch, supervised).loss
 
 
 def train_by_torch(recipe: str, out: str, change: dict[str, Any], rank: int, size: int, port: int) -> None:
     """The same batches and schedule by DistributedDataParallel, autograd and torch's own clipping and AdamW."""
     trainer = _trainer(recipe, out, change, rank, size, port)
-    model.Linear.forward = lambda self, x: F.linear(x, self.weight, self.bias)  # type: ignore[method-assign]
-    model.head_loss = plain_head_loss  # type: ignore[assignment]
+    with patch.object(model.Linear, "forward", plain_linear), patch.object(model, "head_loss", plain_head_loss):
+        found = _by_torch(trainer, size)
+    if rank == 0:
+        Path(out).mkdir(parents=True)
+        (Path(out) / "losses.json").write_text(json.dumps(found))
+
+
+def plain_linear(self: model.Linear, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, self.weight, self.bias)
+
+
+def _by_torch(trainer: Trainer, size: int) -> list[float]:
     step = DistributedDataParallel(Step(trainer))
     trained = [p for p in trainer.draft.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=trainer.settings.weight_decay)
@@ -82,9 +103,7 @@ def train_by_torch(recipe: str, out: str, change: dict[str, Any], rank: int, siz
             whole = loss.detach() / size
             dist.all_reduce(whole)
             found.append(float(whole))
-    if rank == 0:
-        Path(out).mkdir(parents=True)
-        (Path(out) / "losses.json").write_text(json.dumps(found))
+    return found
 
 
 def start(recipe: Path, out: Path, ranks: int = 1, work: Callable = train, **change: Any) -> list[BaseProcess]:

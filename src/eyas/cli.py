@@ -658,7 +658,7 @@ def doctor(
     log: Annotated[Path | None, typer.Option(help="The server's log.")] = None,
     measured: Annotated[Path | None, typer.Option(help="What `eyas measure --json` or decode printed.")] = None,
     url: Annotated[
-        str | None, typer.Option(help="A live server, to measure now on the held-out conversations.")
+        str | None, typer.Option(help="A live server, to measure now on the first 32 held-out conversations.")
     ] = None,
     as_json: Json = False,
 ) -> None:

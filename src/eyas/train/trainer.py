@@ -194,7 +194,7 @@ class Trainer:
         return max(1, min(torch.get_num_threads(), self.settings.batch_tokens // WORKER_ROWS))
 
     def forward(
-        self, batch: Batch, supervised: int, survivors: bool | None = None, draft: Draft | None = None
+        self, batch: Batch, supervised: float, survivors: bool | None = None, draft: Draft | None = None
     ) -> Unrolled:
         """The unroll of a batch; `supervised` rows are the loss's denominator, on all ranks together."""
         s = self.settings
