@@ -1,4 +1,4 @@
-"""Which chains to unroll: tau and CPU time of five rules, on a finished run's store.
+"""Which chains to unroll: tau and CPU time of six rules, on a finished run's store.
 
     .venv/bin/python benchmarks/survivor.py [--run runs/smollm2] [--out survivor.jsonl] [--minutes 60] [--workers 2]
 
@@ -31,10 +31,13 @@ from eyas.recipe import read_recipe
 from eyas.run import Run
 from eyas.train.trainer import Trainer
 
-EPOCHS, SHARE, WARM = 3, 0.1, 0.25  # SHARE: of dead chains kept; WARM: part of the steps with the full unroll
+EPOCHS, LONGER = 3, 5  # LONGER: about what the time of the full unroll's epochs buys
+SHARE, WARM = 0.1, 0.25  # SHARE: of dead chains kept; WARM: part of the steps with the full unroll
+SIZES = [50, 125]  # conversations to train on
 RULES = {
     "full": "every chain",
     "survivors": "chains that were right so far",
+    "longer": f"the same for {LONGER} epochs instead of {EPOCHS}, which takes about the time of full",
     "share": f"those, and {SHARE:.0%} of the dead with weight {1 / SHARE:.0f}",
     "warm": f"every chain in the first {WARM:.0%} of the steps, then survivors",
     "sampled": "each chain with its acceptance probability, Σ min(p, q)",
@@ -48,15 +51,16 @@ class Trial(Trainer):
     rule = "full"
     computed = possible = 0
 
-    def forward(self, batch: Batch, supervised: int, survivors: Any = None) -> Unrolled:
+    def forward(self, batch: Batch, supervised: float, survivors: Any = None, draft: Any = None) -> Unrolled:
         rules = {
             "full": False,
             "survivors": True,
+            "longer": True,
             "share": self._keep_share,
             "warm": self.step >= WARM * self.total,
             "sampled": lambda _before, _after, normed, index: self._sample(batch, normed, index),
         }
-        found = super().forward(batch, supervised, survivors=rules[self.rule])
+        found = super().forward(batch, supervised, survivors=rules[self.rule], draft=draft)
         self.computed += found.computed
         self.possible += batch.supervised
         return found
@@ -88,7 +92,8 @@ def train(folder: str, job: dict[str, Any], threads: int) -> dict[str, Any]:
     store, parts = Store(run.folder / "store"), run.parts()
     maths = {part: [name for name in parts[part] if store.read(name).category == "maths"] for part in parts}
     order = np.random.default_rng(job["seed"]).permutation(len(maths["train"]))[: job["documents"]]
-    change = {"steps": job["k"], "epochs": EPOCHS, "seed": job["seed"], "validate_every": 10**9}
+    epochs = LONGER if job["rule"] == "longer" else EPOCHS
+    change = {"steps": job["k"], "epochs": epochs, "seed": job["seed"], "validate_every": 10**9}
     with TemporaryDirectory() as work:
         trial = Trial(
             Path(work),
@@ -112,7 +117,7 @@ def train(folder: str, job: dict[str, Any], threads: int) -> dict[str, Any]:
         "tau": round(found.tau, 4),
         "minutes": round(minutes, 3),
         "chain_steps": round(trial.computed / trial.possible, 3),
-        "rows": EPOCHS * sum(trial.lengths),
+        "rows": epochs * sum(trial.lengths),
         "heldout": len(maths["heldout"]),
         "threads": threads,
     }
@@ -120,11 +125,12 @@ def train(folder: str, job: dict[str, Any], threads: int) -> dict[str, Any]:
 
 def jobs(seeds: int) -> list[dict[str, Any]]:
     """All runs: the comparison that matters most first, and of it what is quickest."""
+    main, others = ["full", "survivors", "longer"], ["share", "warm", "sampled"]
     parts = [
-        (["full", "survivors"], [90, 180], [5]),
-        (["full", "survivors"], [90, 180], [3, 7]),
-        (["share", "warm", "sampled"], [180], [5, 3, 7]),
-        (["share", "warm", "sampled"], [90], [5, 3, 7]),
+        (main, SIZES, [5]),
+        (main, SIZES, [3, 7]),
+        (others, SIZES[:1], [5, 3, 7]),
+        (others, SIZES[1:], [5, 3, 7]),
     ]
     return [
         {"rule": rule, "documents": documents, "k": k, "seed": seed}

@@ -357,7 +357,7 @@ class Draft(nn.Module):
             k, v = layer.self_attn.keys_values(x)
             k = self.rope.rotate(k, batch.positions)
             if len(wanted) < len(everything):
-                x, residual = x[wanted], residual[wanted]
+                x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
             q = self.rope.rotate(layer.self_attn.queries(x), batch.positions[wanted])
             blocks = plan_blocks(wanted, batch.documents, dtype, 0, self.config.sliding_window)
             h = layer.finish(residual, unroll_attention(q, k, v, blocks, scale=self.config.softmax_scale))
@@ -406,8 +406,8 @@ class Draft(nn.Module):
         for k in range(steps):
             if k > 0:
                 keep = torch.nonzero((batch.depth[rows] > k) & (share > 0)).squeeze(1)
-                rows, chain, alive, share, h = rows[keep], chain[keep], alive[keep], share[keep], h[keep]
-                own = [[(a[keep], b[keep]) for a, b in layer] for layer in own]
+                rows, chain, alive, share, h = (x.index_select(0, keep) for x in (rows, chain, alive, share, h))
+                own = [[(a.index_select(0, keep), b.index_select(0, keep)) for a, b in layer] for layer in own]
                 if len(rows):
                     attend = [self._attend(batch, rows, k, memory[i], own[i], dtype) for i in range(len(self.layers))]
                     h = self.step(self.embed(batch.tokens[rows + k], dtype), h, batch.positions[rows] + k, attend)
