@@ -1,11 +1,12 @@
 """tau against minutes of training: eyas, and speculators 0.9.0's model and loss, on the same stored data on this CPU.
 
     .venv/bin/python tools/peers.py speculators                       # once
-    .venv/bin/python benchmarks/quality.py examples/smollm2.yaml [--minutes 2] [--arms eyas default ours]
+    .venv/bin/python benchmarks/quality.py examples/smollm2.yaml [--minutes 2] [--times 3] [--arms eyas default ours]
 
-Needs the recipe's store and vocabulary (`eyas run RECIPE --until vocab`). Every arm gets the same minutes, its rate
-schedule spread over them, the same documents and the recipe's K; validation, snapshots and imports are not counted, a
-start by least squares and reading are. tau is `eyas replay` of the held-out conversations, for all arms.
+Needs the recipe's store and vocabulary (`eyas run RECIPE --until vocab`). eyas gets the minutes, speculators that many
+times as many; each arm's rate schedule is spread over its own, all see the same documents and the recipe's K. Validation,
+snapshots and imports are not counted, a start by least squares and reading are. tau is `eyas replay` of the held-out
+conversations, for all arms. Where eyas ends above speculators' best it needs less than one --times-th of the time.
 
 - eyas: the recipe's settings.
 - default: speculators with its default settings (Muon, rate 1e-3, linear schedule with 1 % warm-up, equal weight of all
@@ -174,7 +175,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--points", type=int, default=4, help="snapshots of each arm, evenly spaced")
+    parser.add_argument("--times", type=float, default=3.0, help="the peer's minutes over eyas'")
+    parser.add_argument("--points", type=int, default=3, help="snapshots of each arm, evenly spaced")
     parser.add_argument("--arms", nargs="+", default=["eyas", "default", "ours"], choices=["eyas", "default", "ours"])
     parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -203,6 +205,7 @@ def main():
 
     print(f"{len(run.parts()['train'])} documents, held out {len(heldout)}, K = {run.recipe.train.steps}, "
           f"replayed with chains of {run.recipe.replay.k}")  # fmt: skip
+    best = {}
     print("| arm | minutes | rows seen | tau |\n|---|--:|--:|--:|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -218,7 +221,7 @@ def main():
                     __file__,
                     options.recipe,
                     "--minutes",
-                    str(options.minutes),
+                    str(options.minutes * options.times),
                     "--points",
                     str(options.points),
                     "--peer",
@@ -240,7 +243,15 @@ def main():
                 ]
                 flags = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
             for minutes, seen, state in found:
-                print(f"| {arm} | {minutes:.2f} | {seen:,.0f} | {tau(state, **flags):.3f} |", flush=True)
+                value = tau(state, **flags)
+                best[arm] = value if arm == "eyas" else max(best.get(arm, 0.0), value)
+                print(f"| {arm} | {minutes:.2f} | {seen:,.0f} | {value:.3f} |", flush=True)
+    peers = {arm: value for arm, value in best.items() if arm != "eyas"}
+    if peers and "eyas" in best:
+        arm = max(peers, key=peers.__getitem__)
+        ahead = "still ahead of" if best["eyas"] > peers[arm] else "not ahead of"
+        print(f"eyas after {options.minutes:g} minutes ({best['eyas']:.3f}) is {ahead} speculators "
+              f"after {options.minutes * options.times:g} ({arm}, {peers[arm]:.3f})")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from eyas.train.trainer import Trainer
 
 EPOCHS, LONGER = 3, 5  # LONGER: about what the time of the full unroll's epochs buys
 SHARE, WARM = 0.1, 0.25  # SHARE: of dead chains kept; WARM: part of the steps with the full unroll
-SIZES = [50, 125]  # conversations to train on
+SIZES = [40, 100]  # conversations to train on
 RULES = {
     "full": "every chain",
     "survivors": "chains that were right so far",

@@ -190,13 +190,12 @@ def measure(case):
     if who == "specforge":
         step()  # compiles
     seconds, cpu, until = [], [], time.monotonic() + 6
-    while not seconds or (len(seconds) < 5 and time.monotonic() < until):
+    while len(seconds) < 3 or (len(seconds) < 5 and time.monotonic() < until):
         start, used = time.monotonic(), time.process_time()
         step()
         seconds.append(time.monotonic() - start)
         cpu.append(time.process_time() - used)
-    if len(seconds) > 1:  # the first one warmed up
-        seconds, cpu = seconds[1:], cpu[1:]
+    seconds, cpu = seconds[1:], cpu[1:]  # the first one warmed up
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps({"wall": seconds, "cpu": cpu, "peak": (peak - before) / 1024}))
 

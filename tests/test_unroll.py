@@ -1,5 +1,7 @@
 """The unroll against an independent slow one: dense mask over K·T keys, float64, one document at a time."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from eyas.draft import attention
 from eyas.draft.attention import plan_blocks, unroll_attention
 from eyas.draft.batch import chain_depth, pack
+from eyas.draft.loss import _largest
 from eyas.target import LogitRule
 
 LATENT = {
@@ -87,9 +90,10 @@ def compare(masks, steps, options, seed, **kwargs):
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(masks, st.integers(1, 5), st.sampled_from(OPTIONS), st.integers(0, 1000), st.booleans())
-def test_unroll_equals_dense_mask(masks, steps, options, seed, survivors):
-    compare(masks, steps, options, seed, survivors=survivors)
+@given(masks, st.integers(1, 5), st.sampled_from(OPTIONS), st.integers(0, 1000), st.booleans(), st.integers(1, 9))
+def test_unroll_equals_dense_mask(masks, steps, options, seed, survivors, block):
+    with patch.object(attention, "BLOCK", block):
+        compare(masks, steps, options, seed, survivors=survivors)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -204,6 +208,35 @@ def test_attention_without_the_flash_kernel_agrees(monkeypatch):
 
     for a, b in zip(run(True), run(False), strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("scores", [1, 30])
+def test_gradients_of_bfloat16_attention_stay_close_to_float64(scores):
+    """Also where scores of ±100 make almost every weight nothing and a few nearly one."""
+    torch.manual_seed(0)
+    rows = torch.arange(600)
+    blocks = plan_blocks(rows, [(0, 600)], torch.bfloat16)
+    q, k, v, grad = (torch.randn(600, heads, 64).bfloat16() for heads in (4, 2, 2, 4))
+    leaves = [x.clone().requires_grad_() for x in (q * scores, k, v)]
+    unroll_attention(*leaves, blocks).backward(grad)
+    exact = [x.double().detach().requires_grad_() for x in leaves]
+    weights = torch.einsum("qkgd,tkd->kgqt", exact[0].unflatten(1, (2, 2)), exact[1]) / 8
+    weights = weights.masked_fill(rows[:, None] < rows, float("-inf")).softmax(-1)
+    torch.einsum("kgqt,tkd->qkgd", weights, exact[2]).flatten(1, 2).backward(grad.double())
+    for name, found, expected in zip("qkv", leaves, exact, strict=True):
+        error = (found.grad.double() - expected.grad).norm() / expected.grad.norm()
+        assert error < 0.012, (name, error)
+
+
+@given(st.integers(1, 5), st.integers(1, 12), st.sampled_from([torch.bfloat16, torch.float64]), st.data())
+def test_largest_is_max(rows, width, dtype, data):
+    """Values and places, the first of equals included."""
+    z = torch.tensor(data.draw(st.lists(st.integers(-3, 3), min_size=rows * width, max_size=rows * width)), dtype=dtype)
+    with patch("eyas.draft.loss.PART", 4):
+        found = _largest(z.view(rows, width))
+    expected = [max(range(width), key=row.__getitem__) for row in z.view(rows, width).tolist()]
+    assert found[1].tolist() == expected
+    assert found[0].tolist() == [row[i] for row, i in zip(z.view(rows, width).tolist(), expected, strict=True)]
 
 
 def test_bfloat16_stays_close_to_float64():
