@@ -6,7 +6,7 @@ attention stays exact when it is given the merged output and the merged log-sum-
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ BLOCK = 256  # queries handled at once: bounds scores and masks to BLOCK rows
 
 @dataclass
 class Block:
-    """Queries [first, last) against step-0 keys [start, end). `causal`: square and aligned; else `mask` [q, k] adds."""
+    """Queries [first, last) against step-0 keys [start, end). `causal`: square and aligned; else `mask` [q, k] adds.
+
+    Every query sees the first `free` keys: the mask is zero there.
+    """
 
     first: int
     last: int
@@ -25,6 +28,7 @@ class Block:
     end: int
     causal: bool
     mask: torch.Tensor | None
+    free: int = 0
 
 
 def plan_blocks(
@@ -55,14 +59,16 @@ def plan_blocks(
             if window is not None:
                 seen &= key > query + step - window
             mask = torch.zeros(seen.shape, dtype=dtype, device=rows.device).masked_fill_(~seen, float("-inf"))
-            blocks.append(Block(low, high, begin, stop, False, mask))
+            blocks.append(
+                Block(low, high, begin, stop, False, mask, int(query[0]) + 1 - begin if window is None else 0)
+            )
     return blocks
 
 
 def _pieces(block: Block, dtype: torch.dtype, device: torch.device) -> Iterator[Block]:
     """The block in parts of at most BLOCK queries. A part's mask is for the last of its keys; it sees all before them."""
-    if not block.causal:
-        yield block
+    if block.mask is not None:
+        yield replace(block, mask=block.mask[:, block.free :])
         return
     for low in range(block.first, block.last, BLOCK):
         high = min(low + BLOCK, block.last)
@@ -77,7 +83,7 @@ def _grouped(x: torch.Tensor, kv: int) -> torch.Tensor:
 
 def _hide(scores: torch.Tensor, piece: Block) -> torch.Tensor:
     """-inf for what a query must not see, in place; scores [kv, n * g, keys]."""
-    if piece.mask is not None:
+    if piece.mask is not None and piece.mask.shape[1]:
         n, keys = piece.mask.shape
         scores.unflatten(1, (n, -1))[..., -keys:] += piece.mask[:, None]
     return scores
