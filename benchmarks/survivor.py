@@ -33,7 +33,7 @@ from eyas.train.trainer import Trainer
 
 EPOCHS, LONGER = 3, 5  # LONGER: about what the time of the full unroll's epochs buys
 SHARE, WARM = 0.1, 0.25  # SHARE: of dead chains kept; WARM: part of the steps with the full unroll
-SIZES = [40, 100]  # conversations to train on
+SIZES = [40, 80]  # conversations to train on
 RULES = {
     "full": "every chain",
     "survivors": "chains that were right so far",
@@ -126,11 +126,15 @@ def train(folder: str, job: dict[str, Any], threads: int) -> dict[str, Any]:
 def jobs(seeds: int) -> list[dict[str, Any]]:
     """All runs: the comparison that matters most first, and of it what is quickest."""
     main, others = ["full", "survivors", "longer"], ["share", "warm", "sampled"]
+    few, many = SIZES[:1], SIZES[1:]
     parts = [
         (main, SIZES, [5]),
-        (main, SIZES, [3, 7]),
-        (others, SIZES[:1], [5, 3, 7]),
-        (others, SIZES[1:], [5, 3, 7]),
+        (main, SIZES, [3]),
+        (main, few, [7]),
+        (others, few, [5]),
+        (main, many, [7]),
+        (others, few, [3, 7]),
+        (others, many, [5, 3, 7]),
     ]
     return [
         {"rule": rule, "documents": documents, "k": k, "seed": seed}

@@ -1,8 +1,9 @@
 """Unroll attention: exact, without a K·T mask and without a growing key matrix.
 
 A query of chain t at step k sees the step-0 keys of rows <= t of its document and its own keys of steps 1..k.
-So it is causal attention over step-0 keys, merged by log-sum-exp with k more scores. The backward pass of flash
-attention stays exact when it is given the merged output and the merged log-sum-exp (eagle3.md, "Training-time test").
+So it is causal attention over step-0 keys, merged by log-sum-exp with k more scores. The backward pass makes the weights
+again block by block, as flash attention does (arXiv:2205.14135), which stays exact when it is given the merged output
+and the merged log-sum-exp.
 """
 
 from collections.abc import Iterator, Sequence
@@ -85,7 +86,7 @@ def _hide(scores: torch.Tensor, piece: Block) -> torch.Tensor:
     """-inf for what a query must not see, in place; scores [kv, n * g, keys]."""
     if piece.mask is not None and piece.mask.shape[1]:
         n, keys = piece.mask.shape
-        scores.unflatten(1, (n, -1))[..., -keys:] += piece.mask[:, None]
+        scores.unflatten(1, (n, -1))[..., -keys:].add_(piece.mask[:, None])
     return scores
 
 
@@ -143,18 +144,19 @@ def _backward_blocks(
     kv, d = k.shape[1], q.shape[-1]
     xs = _grouped(torch.cat([q * scale, _columns(-lse, q.dtype)], -1), kv)  # [kv, N, g, d + 2]
     ys = _grouped(torch.cat([grad, _columns(-delta, q.dtype)], -1), kv)
-    keys, values = (F.pad(x, (0, 2), value=1.0).transpose(0, 1).contiguous() for x in (k, v))  # [kv, R, d + 2]
+    keys, values = (F.pad(x, (0, 2), value=1.0).transpose(0, 1) for x in (k, v))  # [kv, R, d + 2]
     grad_q = xs.new_empty(*xs.shape[:-1], d)
     grad_k, grad_v = (lse.new_zeros(*keys.shape[:-1], d) for _ in range(2))
     for block in blocks:
         for piece in _pieces(block, q.dtype, q.device):
             rows, seen = slice(piece.first, piece.last), slice(piece.start, piece.end)
             x, y = xs[:, rows].flatten(1, 2), ys[:, rows].flatten(1, 2)  # [kv, n * g, d + 2]
-            weights = _hide(x @ keys[:, seen].mT, piece).exp_()  # [kv, n * g, keys]
+            key, value = keys[:, seen].contiguous(), values[:, seen].contiguous()  # bmm would copy them, more slowly
+            weights = _hide(x @ key.mT, piece).exp_()  # [kv, n * g, keys]
             grad_v[:, seen] += weights.mT @ y[..., :d]
-            grad_scores = (y @ values[:, seen].mT).mul_(weights)
+            grad_scores = (y @ value.mT).mul_(weights)
             grad_k[:, seen] += grad_scores.mT @ x[..., :d]
-            grad_q[:, rows] = (grad_scores @ keys[:, seen, :d]).unflatten(1, (piece.last - piece.first, -1))
+            grad_q[:, rows] = (grad_scores @ key[..., :d]).unflatten(1, (piece.last - piece.first, -1))
     grads = grad_q.mul_(scale).transpose(0, 1).flatten(1, 2), grad_k.transpose(0, 1), grad_v.transpose(0, 1)
     return grads[0], grads[1].to(k.dtype), grads[2].to(v.dtype)
 

@@ -85,8 +85,10 @@ class _Norm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         unit = x * inverse  # [..., D], in at least float32
         product = unit * grad
-        along = (product @ weight.to(unit.dtype))[..., None] / x.shape[-1]
-        grad_x = (grad * weight).sub_(unit.mul_(along)).mul_(inverse).to(x.dtype)
+        grad_x = None
+        if ctx.needs_input_grad[0]:  # not of the frozen embedding
+            along = (product @ weight.to(unit.dtype))[..., None] / x.shape[-1]
+            grad_x = (grad * weight).sub_(unit.mul_(along)).mul_(inverse).to(x.dtype)
         return grad_x, product.flatten(0, -2).sum(0).to(weight.dtype), None
 
 
