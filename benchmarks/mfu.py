@@ -5,8 +5,8 @@
 The rate counts only work that has to be done. For every row of every step that runs: the layer's and head's products
 forward, their gradients for inputs, and for weights that are trained; attention's two products over the keys that a row
 may see, and four in the backward pass (the scores made again there are not counted). Once: fc (no gradient for its
-inputs), keys and values of prompt rows, the teacher's logits. Everything else (norms, softmax, casts, loss, clipping,
-AdamW) counts as nothing but takes its time. The peak is the best of some bf16 products of torch in the same process.
+inputs), keys and values of prompt rows, what q, k and v take from embeddings, the teacher's logits. Everything else
+(norms, softmax, casts, loss, clipping, AdamW) counts as nothing but takes its time. The peak is the best of some bf16 products of torch in the same process.
 With OMP_NUM_THREADS=1 the clock counts CPU seconds, so that a busy machine does not matter.
 """
 
@@ -38,12 +38,13 @@ def needed(s, rows, steps, half, trained):
     """FLOPs of one step, by what they are for."""
     first = rows // 2 if half else 0  # rows from here on are chains; step k runs all but the last k of them
     queries, key_value = s.heads * s.dim, s.kv * s.dim
-    later = 2 * s.hidden * (queries + 2 * key_value) + queries * s.hidden + 3 * s.hidden * s.inner
+    later = s.hidden * (queries + 2 * key_value) + queries * s.hidden + 3 * s.hidden * s.inner
+    once = s.hidden * ((rows - first) * queries + rows * 2 * key_value)  # the embeddings' half, the same at every step
     chains = [rows - first - k for k in range(steps)]
     seen = sum(sum(range(first + 1, first + n + 1)) + k * n for k, n in enumerate(chains))
     return {
         "fc": 2 * 2 * rows * 3 * s.hidden * s.hidden,
-        "layer": 3 * 2 * (sum(chains) * later + first * 2 * s.hidden * 2 * key_value),
+        "layer": 3 * 2 * (sum(chains) * later + first * s.hidden * 2 * key_value + once),
         "attention": (2 + 4) * 2 * queries * seen,
         "head": (3 if trained else 2) * 2 * sum(chains) * s.hidden * s.draft,
         "teacher": 2 * (rows - first) * s.hidden * s.draft,

@@ -171,7 +171,7 @@ def table(lines: list[dict[str, Any]]) -> str:
                 interval([found[s]["tau"] - of["full"][s]["tau"] for s in both]) if both else "",
                 f"{mean(x['chain_steps'] for x in runs):.2f}",
                 f"{mean(x['minutes'] for x in runs):.2f}",
-                f"{mean((x['tau'] - 1) / x['minutes'] for x in runs):.3f}",
+                interval([(x["tau"] - 1) / x["minutes"] for x in runs]),
             ]
             rows.append(f"| {documents} | {k} | {rule} | {len(runs)} | " + " | ".join(cells) + " |")
     return "\n".join(rows)

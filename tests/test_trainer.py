@@ -332,7 +332,7 @@ def test_tensorboard_holds_the_losses(make):
 
 def test_the_work_of_a_step_is_what_torch_counts(make):
     """torch's own counter of products, over forward and backward; attention scores and prompt rows are the difference."""
-    trainer = make(survivors=False, steps=1, compute_dtype="float32")
+    trainer = make(survivors=False, steps=3, compute_dtype="float32")
     [batch] = trainer.read(0, 0)
     with FlopCounterMode(display=False) as counter:
         result = trainer.forward(batch, batch.supervised)

@@ -100,31 +100,33 @@ class GradientSink:
         self.clear()
 
     def clear(self) -> None:
-        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.rows = 0
-        self.total: torch.Tensor | None = None
+        self.waiting: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by the first of their columns
+        self.total: dict[int, torch.Tensor] = {}
 
-    def add(self, grad: torch.Tensor, x: torch.Tensor) -> None:
-        """grad [n, out] and x [n, in] of y = x @ w.T."""
-        self.waiting.append((grad, x))
-        self.rows += len(grad)
-        if self.rows >= ENOUGH:
-            self._multiply()
+    def add(self, grad: torch.Tensor, x: torch.Tensor, first: int = 0) -> None:
+        """grad [n, out] and x [n, in] of y = x @ w.T, where w are the matrix's columns from `first` on."""
+        waiting = self.waiting.setdefault(first, [])
+        waiting.append((grad, x))
+        if sum(len(rows) for rows, _ in waiting) >= ENOUGH:
+            self._multiply(first)
 
-    def _multiply(self) -> None:
-        wide = torch.promote_types(self.waiting[0][0].dtype, torch.float32)
-        grads, xs = zip(*self.waiting, strict=True)
+    def _multiply(self, first: int) -> None:
+        grads, xs = zip(*self.waiting.pop(first), strict=True)
         product = torch.cat(grads).T @ torch.cat(xs) if len(grads) > 1 else grads[0].T @ xs[0]
-        self.total = product.to(wide) if self.total is None else self.total.add_(product)
-        self.waiting, self.rows = [], 0
+        if first in self.total:
+            self.total[first].add_(product)
+        else:
+            self.total[first] = product.to(torch.promote_types(product.dtype, torch.float32))
 
     def take(self, like: torch.Tensor) -> torch.Tensor | None:
         """The sum [out, in] in the dtype of `like`, or None when nothing came; the sink is empty afterwards."""
-        if self.waiting:
-            self._multiply()
-        total = self.total
+        for first in list(self.waiting):
+            self._multiply(first)
+        parts = [self.total[first] for first in sorted(self.total)]
         self.clear()
-        return None if total is None else total.to(like.dtype)
+        if not parts:
+            return None
+        return (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).to(like.dtype)
 
 
 class _HeadLoss(torch.autograd.Function):

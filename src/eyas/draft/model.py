@@ -26,22 +26,33 @@ Survive = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 
 
 class _Matmul(torch.autograd.Function):
-    """x @ w.T with w in the compute dtype; the master's gradient goes to `sink`, not through autograd."""
+    """x @ w.T with w in the compute dtype, columns of a matrix from `first` on; its gradient goes to `sink`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, master: torch.Tensor, cast: torch.Tensor, sink: GradientSink
+        ctx: Any, x: torch.Tensor, master: torch.Tensor, w: torch.Tensor, sink: GradientSink, first: int
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, cast)
-        ctx.sink = sink
-        return F.linear(x, cast)
+        ctx.save_for_backward(x, w)
+        ctx.sink, ctx.first = sink, first
+        return F.linear(x, w)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, cast = ctx.saved_tensors
+        x, w = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            ctx.sink.add(grad, x)
-        return grad @ cast if ctx.needs_input_grad[0] else None, None, None, None
+            ctx.sink.add(grad, x, ctx.first)
+        return grad @ w if ctx.needs_input_grad[0] else None, None, None, None, None
+
+
+@dataclass
+class Joined:
+    """cat[e, h] for matrices that have met e already: `done` is what each made of it, `h` is the half that is left."""
+
+    done: "dict[Linear, torch.Tensor]"
+    h: torch.Tensor
+
+    def index_select(self, dim: int, rows: torch.Tensor) -> "Joined":
+        return Joined({m: y.index_select(dim, rows) for m, y in self.done.items()}, self.h.index_select(dim, rows))
 
 
 class Linear(nn.Module):
@@ -65,8 +76,17 @@ class Linear(nn.Module):
             self._cast = self.weight.detach().to(dtype)
         return self._cast
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = _Matmul.apply(x, self.weight, self.cast(x.dtype), self.sink)
+    def part(self, x: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """x [n, some] times as many columns from `first` on, without bias."""
+        w = self.cast(x.dtype)[:, first : first + x.shape[-1]]
+        return _Matmul.apply(x, self.weight, w, self.sink, first)
+
+    def forward(self, x: torch.Tensor | Joined) -> torch.Tensor:
+        y = (
+            x.done[self] + self.part(x.h, self.weight.shape[1] - x.h.shape[-1])
+            if isinstance(x, Joined)
+            else self.part(x)
+        )
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -131,11 +151,15 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def queries(self, x: torch.Tensor) -> torch.Tensor:
+    def readers(self) -> list[Linear]:
+        """The matrices that read the layer's input."""
+        return [self.q_proj, self.k_proj, self.v_proj]
+
+    def queries(self, x: torch.Tensor | Joined) -> torch.Tensor:
         q = self.q_proj(x).unflatten(-1, (self.heads, self.dim))  # [n, h, d]
         return self.q_norm(q) if self.q_norm is not None else q
 
-    def keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, x: torch.Tensor | Joined) -> tuple[torch.Tensor, torch.Tensor]:
         k = self.k_proj(x).unflatten(-1, (self.kv, self.dim))  # [n, kv, d]
         k = self.k_norm(k) if self.k_norm is not None else k
         return k, self.v_proj(x).unflatten(-1, (self.kv, self.dim))
@@ -165,13 +189,16 @@ class LatentAttention(nn.Module):
         for name, (rows, *width) in c.attention_shapes(inputs).items():
             self.add_module(name, Linear(width[0], rows) if width else RMSNorm(rows, c.rms_norm_eps))
 
-    def queries(self, x: torch.Tensor) -> torch.Tensor:
+    def readers(self) -> list[Linear]:
+        return [self.q_a_proj if hasattr(self, "q_a_proj") else self.q_proj, self.kv_a_proj_with_mqa]
+
+    def queries(self, x: torch.Tensor | Joined) -> torch.Tensor:
         low = hasattr(self, "q_a_proj")
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if low else self.q_proj(x)
         nope, rope = q.unflatten(-1, (self.heads, -1)).split([self.nope, self.rope], -1)
         return self._laid_out(rope, nope)  # [n, h, d]
 
-    def keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, x: torch.Tensor | Joined) -> tuple[torch.Tensor, torch.Tensor]:
         latent, rope = self.kv_a_proj_with_mqa(x).split([self.latent, self.rope], -1)
         heads = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.heads, -1))
         nope, v = heads.split([self.nope, self.value], -1)
@@ -209,12 +236,22 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(config)
 
-    def inputs(self, e: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention reads, and the residual."""
+    def embedded(self, e: torch.Tensor) -> dict[Linear, torch.Tensor]:
+        """What the first layer's readers make of embeddings [n, D]; it depends on nothing else."""
+        normed = self.input_layernorm(e)
+        return {reader: reader.part(normed) for reader in self.self_attn.readers()}
+
+    def inputs(
+        self, e: torch.Tensor | dict[Linear, torch.Tensor], h: torch.Tensor
+    ) -> tuple[torch.Tensor | Joined, torch.Tensor]:
+        """What attention reads, and the residual. e: embeddings, or what `embedded` made of them."""
         if self.hidden_norm is None:
             return self.input_layernorm(h), h
         normed = self.hidden_norm(h)
-        return torch.cat([self.input_layernorm(e), normed], -1), normed if self.norm_before_residual else h
+        residual = normed if self.norm_before_residual else h
+        if isinstance(e, dict):
+            return Joined(e, normed), residual
+        return torch.cat([self.input_layernorm(e), normed], -1), residual
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         h = residual + self.self_attn.o_proj(attended[..., : self.self_attn.value].flatten(1))
@@ -327,7 +364,7 @@ class Draft(nn.Module):
     def embed(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self.embed_tokens(tokens).to(dtype)
 
-    def qkv(self, layer: Layer, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def qkv(self, layer: Layer, x: torch.Tensor | Joined, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         k, v = layer.self_attn.keys_values(x)
         return self.rope.rotate(layer.self_attn.queries(x), positions), self.rope.rotate(k, positions), v
 
@@ -338,7 +375,13 @@ class Draft(nn.Module):
         """Draft ids -> target ids."""
         return best if self.d2t is None else best + self.d2t[best]
 
-    def step(self, e: torch.Tensor, h: torch.Tensor, positions: torch.Tensor, attend: list[Attend]) -> torch.Tensor:
+    def step(
+        self,
+        e: torch.Tensor | dict[Linear, torch.Tensor],
+        h: torch.Tensor,
+        positions: torch.Tensor,
+        attend: list[Attend],
+    ) -> torch.Tensor:
         """One pass of all layers over rows [n]; `attend[l]` sees that layer's rotated q and k, and v."""
         for layer, attention in zip(self.stack, attend, strict=True):
             x, residual = layer.inputs(e, h)
@@ -347,10 +390,11 @@ class Draft(nn.Module):
 
     # the unroll
 
-    def _first_step(self, batch: Batch, rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, list[Any]]:
+    def _first_step(
+        self, batch: Batch, e: dict[Linear, torch.Tensor], rows: torch.Tensor
+    ) -> tuple[torch.Tensor, list[Any]]:
         """Step 0. Every row gives keys and values; only `rows` (chain starts) go through the rest of the last layer."""
         h = self.fuse(batch.aux)
-        e = self.embed(batch.tokens, dtype)
         everything = torch.arange(len(batch.tokens), device=h.device)
         memory = []
         for index, layer in enumerate(self.stack):
@@ -361,7 +405,7 @@ class Draft(nn.Module):
             if len(wanted) < len(everything):
                 x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
             q = self.rope.rotate(layer.self_attn.queries(x), batch.positions[wanted])
-            blocks = plan_blocks(wanted, batch.documents, dtype, 0, self.config.sliding_window)
+            blocks = plan_blocks(wanted, batch.documents, h.dtype, 0, self.config.sliding_window)
             h = layer.finish(residual, unroll_attention(q, k, v, blocks, scale=self.config.softmax_scale))
             memory.append((k, v))
         return h, memory
@@ -403,7 +447,8 @@ class Draft(nn.Module):
         result = Unrolled(torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=rows.device))
         share = alive.to(result.loss.dtype)  # what a chain counts
         result.rows, result.accepted = rows, torch.zeros_like(rows)
-        h, memory = self._first_step(batch, rows, dtype)
+        embedded = self.stack[0].embedded(self.embed(batch.tokens, dtype))  # of every row, for all steps
+        h, memory = self._first_step(batch, embedded, rows)
         own: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.layers]
         for k in range(steps):
             if k > 0:
@@ -412,7 +457,8 @@ class Draft(nn.Module):
                 own = [[(a.index_select(0, keep), b.index_select(0, keep)) for a, b in layer] for layer in own]
                 if len(rows):
                     attend = [self._attend(batch, rows, k, memory[i], own[i], dtype) for i in range(len(self.layers))]
-                    h = self.step(self.embed(batch.tokens[rows + k], dtype), h, batch.positions[rows] + k, attend)
+                    e = {reader: y.index_select(0, rows + k) for reader, y in embedded.items()}
+                    h = self.step(e, h, batch.positions[rows] + k, attend)
             result.possible.append(int((batch.depth[result.rows] > k).sum()))
             if not len(rows):
                 for counts in (result.chains, result.right, result.unknown):

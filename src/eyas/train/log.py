@@ -91,12 +91,17 @@ def open_tracker(name: str, folder: Path, step: int) -> Tracker:
 def step_flops(config: DraftConfig, rows: int, computed: int, teachers: int) -> float:
     """Floating-point operations of a step's products with weights; attention scores are not counted.
 
-    rows read by fc; `computed` rows over all steps of the unroll; teachers: positions whose teacher was made.
+    rows read by fc and by the first layer's embedding half, once for all steps; `computed` rows over all steps of the
+    unroll; teachers: positions whose teacher was made.
     """
+    readers = sum(shape[0] for shape in config.attention_shapes(0).values() if shape[-1] == 0)
+    once = readers * config.hidden_size
     head = config.draft_vocab_size * config.hidden_size
     step = config.step_parameters + head
     teacher = config.draft_vocab_size * config.target_hidden_size
-    return 6.0 * (config.fc_in * config.hidden_size * rows + step * computed) + 2.0 * teacher * teachers
+    return (
+        6.0 * ((config.fc_in * config.hidden_size + once) * rows + (step - once) * computed) + 2.0 * teacher * teachers
+    )
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
