@@ -119,9 +119,11 @@ def test_other_ranks_go_on_where_these_stood(recipe, trained, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "rounding"),
-    [({"compute_dtype": "bfloat16"}, 1e-5), ({"optimizer": "muon"}, 2e-3)],  # Muon's products are bf16, cut differently
+    [({"compute_dtype": "bfloat16", "clip": 1e9}, 0), ({"optimizer": "muon"}, 2e-3)],
 )
 def test_shards_train_as_copies_do(recipe, tmp_path, change, rounding):
+    """In bfloat16 to the bit where nothing is clipped: a norm of shards rounds otherwise, and one bit of difference in a
+    master can turn over a rounding of its cast. Muon's products are bfloat16 and cut differently."""
     for name, shard in (("whole", False), ("sharded", True)):
         finish(start(recipe, tmp_path / name, 2, shard=shard, epochs=1, **change))
     assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "whole"), rel=rounding)
