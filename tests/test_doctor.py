@@ -287,7 +287,8 @@ def test_a_tree_is_compared_with_trees(trained, tiny_target, tmp_path):
     parts = json.loads((trained / "conversations" / "split.json").read_text())
     tree = {"total": 12, "depth": 3, "topk": 4}
     store, target = Store(trained / "store"), read_target(tiny_target)
-    wanted = replay(trained / "draft", target, store, Tree(**tree), parts["heldout"], "")[1]["tau"]
+    ids = parts["heldout"][:12]  # as many as `measured` says
+    wanted = replay(trained / "draft", target, store, Tree(**tree), ids, "")[1]["tau"]
     found = measured(trained, tiny_target, tmp_path, 1.0, "held-out conversations", shape="tree", tree=tree)
     assert any(f"replayed {wanted:.2f}" in line for cause in found["causes"] for line in cause["evidence"]), found
 
