@@ -1,6 +1,6 @@
 """Which chains to unroll: tau and CPU time of six rules, on a finished run's store.
 
-    .venv/bin/python benchmarks/survivor.py [--run runs/smollm2] [--out survivor.jsonl] [--minutes 60] [--workers 2]
+    .venv/bin/python benchmarks/survivor.py [--run runs/smollm2] [--out docs/survivor.jsonl] [--minutes 60] [--workers 2]
 
 Needs the run's store and vocabulary. Every run trains a fresh draft on some of the run's maths conversations (chosen by
 the seed, the same for every rule) and replays it on all held-out ones of that category. A finished run is one JSON line
@@ -128,11 +128,14 @@ def jobs(seeds: int) -> list[dict[str, Any]]:
     main, others = ["full", "survivors", "longer"], ["share", "warm", "sampled"]
     few, many = SIZES[:1], SIZES[1:]
     few, many = SIZES[:1], SIZES[1:]
+    few, many = SIZES[:1], SIZES[1:]
     parts = [
         (main, SIZES, [5]),
         (main, few, [3, 7]),
-        (main, many, [3, 7]),
-        (others, few, [5, 3, 7]),
+        (main, many, [3]),
+        (others, few, [5]),
+        (main, many, [7]),
+        (others, few, [3, 7]),
         (others, many, [5, 3, 7]),
     ]
     return [
@@ -179,7 +182,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", default="runs/smollm2")
-    parser.add_argument("--out", type=Path, default=Path("survivor.jsonl"))
+    parser.add_argument("--out", type=Path, default=Path("docs/survivor.jsonl"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--workers", type=int, default=1, help="runs at a time")
