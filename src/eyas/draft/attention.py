@@ -139,7 +139,7 @@ def _backward_blocks(
 
     Five products, which run at the machine's rate, and two passes over the weights. Two more columns of q and k
     subtract the log-sum-exp in the product itself, in float32: what is rounded is the logarithm of a weight, which is
-    near nothing where the weight counts. Delta goes the same way. (On CPUs 0.7 of the time of PyTorch's flash backward.)
+    near nothing where the weight counts. Delta goes the same way. (On CPUs about 0.8 of the time of PyTorch's flash backward, docs/benchmarks.md.)
     """
     kv, d = k.shape[1], q.shape[-1]
     xs = _grouped(torch.cat([q * scale, _columns(-lse, q.dtype)], -1), kv)  # [kv, N, g, d + 2]
