@@ -127,8 +127,6 @@ def jobs(seeds: int) -> list[dict[str, Any]]:
     """All runs: the comparison that matters most first, and of it what is quickest."""
     main, others = ["full", "survivors", "longer"], ["share", "warm", "sampled"]
     few, many = SIZES[:1], SIZES[1:]
-    few, many = SIZES[:1], SIZES[1:]
-    few, many = SIZES[:1], SIZES[1:]
     parts = [
         (main, SIZES, [5]),
         (main, few, [3, 7]),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from train_parts import finish, log_lines, losses, same_bits, start
+from train_parts import finish, log_lines, losses, same_bits, start, write_recipe
 
 from eyas.errors import UsageError
 from eyas.features.store import Store
@@ -15,14 +15,11 @@ from eyas.run import Run, run_all
 from eyas.train import checkpoint
 from eyas.train.online import Online
 
-# Survivors are chosen one by one, so the target's rounding may choose others; without them a curve is comparable.
-TRAIN = {"steps": 3, "epochs": 2, "batch_tokens": 300, "save_every": 2, "compute_dtype": "float32", "survivors": False}
-
 
 def run_of(folder: Path, **train) -> Run:
     value = yaml.safe_load((folder / "recipe.yaml").read_text())
     path = folder / f"{train.get('online', 'offline')}.yaml"
-    path.write_text(yaml.safe_dump(value | {"train": TRAIN | train}))
+    path.write_text(yaml.safe_dump(value | {"train": value["train"] | train}))
     return Run(read_recipe(path))
 
 
@@ -30,16 +27,8 @@ def run_of(folder: Path, **train) -> Run:
 def offline(tmp_path_factory, tiny_target) -> Path:
     """A run that trained from the store."""
     folder = tmp_path_factory.mktemp("offline")
-    prompts = [{"id": f"p{i}", "category": "a", "turns": [f"Say {i} words about number {i * 7}."]} for i in range(30)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
-    value = {
-        "target": str(tiny_target),
-        "run": str(folder / "run"),
-        "conversations": {"path": str(folder / "prompts.jsonl"), "heldout": 0.2},
-        "generate": {"max_new_tokens": 24, "slots": 8},
-        "vocab": {"size": 200},
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(value))
+    # Survivors are chosen one by one, so the target's rounding may choose others; without them a curve is comparable.
+    write_recipe(folder, tiny_target, 30, {"survivors": False})
     run_all(run_of(folder), until="train")
     return folder
 

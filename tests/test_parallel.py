@@ -14,7 +14,7 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from train_parts import finish, kill, log_lines, losses, newest, same_bits, start, state, train_by_torch
+from train_parts import finish, kill, log_lines, losses, newest, same_bits, start, state, train_by_torch, write_recipe
 
 from eyas.recipe import read_recipe
 from eyas.run import Run, run_all
@@ -39,26 +39,9 @@ def test_ranks_share_a_batch_without_loss_or_repeat(lengths, size, random):
 def recipe(tmp_path_factory, tiny_target) -> Path:
     """The recipe of a run that stands before its training."""
     folder = tmp_path_factory.mktemp("ranks")
-    prompts = [{"id": f"p{i}", "category": "a", "turns": [f"Say {i} words about number {i * 7}."]} for i in range(40)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
-    value = {
-        "target": str(tiny_target),
-        "run": str(folder / "run"),
-        "conversations": {"path": str(folder / "prompts.jsonl"), "heldout": 0.2},
-        "generate": {"max_new_tokens": 24, "slots": 8},
-        "vocab": {"size": 200},
-        "train": {
-            "steps": 3,
-            "epochs": 2,
-            "batch_tokens": 300,
-            "save_every": 2,
-            "compute_dtype": "float32",
-            "lr": 1e-3,
-        },
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(value))
-    run_all(Run(read_recipe(folder / "recipe.yaml")), until="audit")
-    return folder / "recipe.yaml"
+    path = write_recipe(folder, tiny_target, 40, {"lr": 1e-3})
+    run_all(Run(read_recipe(path)), until="audit")
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import yaml
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,6 +30,22 @@ SERVER = multiprocessing.get_context(
 )  # a fork of the test's own process would take its threads' locks along
 SERVER.set_forkserver_preload(["eyas.train.trainer", "eyas.run", "torch.distributed.fsdp", "transformers"])
 TIMING = ("tokens_per_s", "data_wait", "mfu", "memory_gb")
+
+
+def write_recipe(folder: Path, target: Path, prompts: int, train: dict[str, Any]) -> Path:
+    """A recipe of a small run in `folder`, with that many prompts of its own."""
+    rows = [{"id": f"p{i}", "category": "a", "turns": [f"Say {i} words about number {i * 7}."]} for i in range(prompts)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    value = {
+        "target": str(target),
+        "run": str(folder / "run"),
+        "conversations": {"path": str(folder / "prompts.jsonl"), "heldout": 0.2},
+        "generate": {"max_new_tokens": 24, "slots": 8},
+        "vocab": {"size": 200},
+        "train": {"steps": 3, "epochs": 2, "batch_tokens": 300, "save_every": 2, "compute_dtype": "float32"} | train,
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(value))
+    return folder / "recipe.yaml"
 
 
 def train(recipe: str, out: str, change: dict[str, Any], rank: int, size: int, port: int) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from eyas.data.generate import Document, Limits, Sampling, end_turn, prepare
 from eyas.data.prompts import Prompts, read_prompts
-from eyas.data.servers import PROTOCOLS, TRANSIENT, _turn_end
+from eyas.data.servers import PROTOCOLS, TRANSIENT
 from eyas.data.template import ChatTemplate
 from eyas.errors import EyasError, UsageError
 from eyas.progress import progress
@@ -333,7 +333,7 @@ class _Job:
             raise EyasError(f"{url}{protocol.path}: its answer lacks {error}. Is it a {self.engine} server?") from None
         prompt, ids = list(document.tokens), list(reply.ids or [])
         if reply.stopped and len(ids) < room and not (ids and ids[-1] in ends):
-            ids.append(_turn_end(self.template))  # the engine kept the end token to itself
+            ids.append(self.template.turn_end())  # the engine kept the end token to itself
         document.tokens += ids
         full = len(document.tokens) >= self.limits.length
         end_turn(document, bool(ids) and ids[-1] in ends, full, self.template, self.limits)

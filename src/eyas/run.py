@@ -354,12 +354,14 @@ def train(run: Run) -> Figures:
 
 def draft(run: Run) -> Figures:
     from eyas.audit import audit_after, to_markdown
+    from eyas.report.page import read_log
     from eyas.serving.export import export
 
     trainer = run.trainer()
     path = checkpoint_path(run)
     before, state = states_around(trainer, path)
-    last = _validation(run.folder / "train" / "log.jsonl", trainer.step)
+    validations = read_log(run.folder / "train" / "log.jsonl")[1]
+    last = [line for line in validations if line["step"] <= trainer.step][-1]["validation"]
     out = export(
         state,
         trainer.draft.config,
@@ -479,12 +481,6 @@ def _preview(run: Run, ids: list[str]) -> list[dict[str, Any]]:
         }
         for d in short + multi
     ]
-
-
-def _validation(log: Path, step: int) -> dict[str, Any]:
-    """The last validation up to this step."""
-    lines = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
-    return [line["validation"] for line in lines if "validation" in line and line["step"] <= step][-1]
 
 
 # The order.

@@ -326,7 +326,7 @@ class _Job:
         ids = ids[: min(end or room, room)]
         stopped = bool(ids) and ids[-1] in self.limits.end_ids
         if reply.stopped and not stopped and len(ids) < room:  # it ended, and the engine kept the end token to itself
-            ids.append(_turn_end(self.template))
+            ids.append(self.template.turn_end())
             stopped = True
             if len(self.limits.end_ids) > 1 and reply.ids is not None:
                 document.marks["end_token"] = "assumed"
@@ -338,13 +338,6 @@ class _Job:
         document.tokens += ids
         self.written += len(ids)
         end_turn(document, stopped, len(document.tokens) >= self.limits.length, self.template, self.limits)
-
-
-def _turn_end(template: ChatTemplate) -> int:
-    """The token that the template writes after an answer."""
-    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
-    glue = template.next_turn_ids(talk, "Hello", template.encode("Hello")) or []
-    return next((token for token in glue[:1] if token in template.end_ids), min(template.end_ids))
 
 
 class _Transient(Exception):

@@ -199,6 +199,12 @@ class ChatTemplate:
             return glue_ids
         return glue_ids[1:] if glue_ids[:1] == answer_ids[-1:] else None
 
+    def turn_end(self) -> int:
+        """The token that the template writes after an answer."""
+        talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+        glue = self.next_turn_ids(talk, "Hello", self.encode("Hello")) or []
+        return next((token for token in glue[:1] if token in self.end_ids), min(self.end_ids))
+
     @staticmethod
     def _sentinel(*texts: str) -> str:
         sentinel = "Answer"
