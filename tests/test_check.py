@@ -422,6 +422,14 @@ def test_damaged_files_are_errors_everywhere(target, tmp_path, damage, told):
         assert verdict["verdict"] == "error" and told in verdict["findings"][0]["message"]
 
 
+def test_an_index_that_leaves_its_folder_is_a_finding(target, tmp_path):
+    draft = make_draft(tmp_path / "d", target)
+    index = {"weight_map": {"fc.weight": "../../other.safetensors"}}
+    (draft / "model.safetensors.index.json").write_text(json.dumps(index))
+    for verdict in check(draft, target, ["all"])["verdicts"].values():
+        assert verdict["verdict"] == "error" and "points outside its folder" in verdict["findings"][0]["message"]
+
+
 def test_something_else_than_a_draft(target):
     report = check(target.path, target, ["vllm"])
     assert [f["rule"] for f in report["verdicts"]["vllm"]["findings"]] == ["NOT_A_DRAFT"]

@@ -262,13 +262,12 @@ def test_scripts(text, expected):
     assert module.script(text) == expected
 
 
-def test_the_template_and_the_length_filter(tmp_path):
+def test_what_the_template_refuses_is_dropped(tmp_path):
     template = ChatTemplate(make_tokenizer("gemma"))
-    rows = [{"prompt": "Short"}, {"prompt": "Hello there. " * 90}, {"prompt": "Hi", "system": "No"}]
-    file = write_lines(tmp_path / "a.jsonl", rows)
-    report = prepare_conversations([file], tmp_path / "out.jsonl", template=template, max_tokens=100)
-    assert report.kept == 1 and report.dropped == {"prompt too long": 1, "refused by the chat template": 1}
-    assert "a.jsonl:3: " in report.examples["refused by the chat template"][0]
+    file = write_lines(tmp_path / "a.jsonl", [{"prompt": "Short"}, {"prompt": "Hi", "system": "No"}])
+    report = prepare_conversations([file], tmp_path / "out.jsonl", template=template)
+    assert report.kept == 1 and report.dropped == {"refused by the chat template": 1}
+    assert "a.jsonl:2: " in report.examples["refused by the chat template"][0]
 
 
 @settings(max_examples=50, deadline=None)

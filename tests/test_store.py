@@ -60,7 +60,6 @@ def test_reads_back_what_was_written(tmp_path: Path, codec: str) -> None:
     for i in random.Random(0).sample(range(12), 12):
         sample = make_sample(i)
         assert np.array_equal(store.tokens(sample.id), sample.tokens)
-        assert np.array_equal(store.supervised(sample.id), sample.supervised)
         assert store.lengths[store.ids.index(sample.id)] == len(sample.tokens)
     assert same(store.read(3), make_sample(3)) and len(list((tmp_path / "s").glob("shard-*"))) > 2
     assert health.verify(tmp_path / "s", deep=True)["bad"] == []

@@ -276,7 +276,6 @@ def test_remembered_words_change_no_mask(name, texts, trim):
     made, slow = by_words(name, True, trim), by_words(name, False, trim)
     messages = talk(*texts[: len(texts) // 2 * 2])
     assert made.mask_conversations([messages]) == slow.mask_conversations([messages])
-    assert list(map(str, made.prompts([messages[:1]]))) == list(map(str, slow.prompts([messages[:1]])))
 
 
 @lru_cache

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import httpx
 
 from eyas.data.generate import Document, Limits, Sampling, end_turn, prepare
 from eyas.data.prompts import Prompts, read_prompts
@@ -20,9 +22,6 @@ from eyas.data.template import ChatTemplate
 from eyas.errors import EyasError, UsageError
 from eyas.progress import progress
 from eyas.target import load_tokenizer, read_target
-
-if TYPE_CHECKING:
-    import httpx
 
 Json = dict[str, Any]
 FEWEST = 8  # prompts below which a figure says nothing
@@ -341,15 +340,11 @@ class _Job:
 
 
 def _client(timeout: float) -> "httpx.AsyncClient":
-    import httpx
-
     return httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=10), limits=httpx.Limits(max_connections=None))
 
 
 async def _request(client: "httpx.AsyncClient", url: str, path: str, body: Json | None = None) -> "httpx.Response":
     """A server's answer, whatever its status. Raises EyasError when there is none."""
-    import httpx
-
     try:
         return await (client.get(url + path) if body is None else client.post(url + path, json=body))
     except (httpx.TransportError, httpx.InvalidURL) as error:

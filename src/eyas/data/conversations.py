@@ -404,14 +404,12 @@ def prepare_conversations(
     limit: int | None = None,
     seed: int = 0,
     template: ChatTemplate | None = None,
-    max_tokens: int | None = None,
 ) -> Report:
     """Write the usable conversations of all sources into the file `out`, one JSON object a line.
 
     Duplicates (the same text but for case and white space) are dropped. `weights` name categories, or sources, and the
     share of their rows to keep (a category's counts before its source's); `limit` keeps a random choice over all
-    sources; both draw by id and seed. With a template, conversations are dropped whose first prompt it refuses or that is
-    longer than `max_tokens`. With policy "stop" the first malformed row raises UsageError; with "skip" it is counted.
+    sources; both draw by id and seed. With a template, conversations are dropped whose first prompt it refuses. With policy "stop" the first malformed row raises UsageError; with "skip" it is counted.
     A run that keeps nothing raises UsageError.
     """
     weights = weights or {}
@@ -420,7 +418,7 @@ def prepare_conversations(
     report = Report()
     rows = _parsed(sources, weights, report, answers, policy, seed)
     if template is not None:
-        rows = _fitting(rows, report, template, max_tokens, policy)
+        rows = _fitting(rows, report, template, policy)
     if limit is not None:
         rows = _chosen(rows, report, limit, seed)
     with atomic_file(out) as file:
@@ -540,23 +538,20 @@ def first_prompt(row: Row) -> list[dict[str, str]]:
 
 
 def _fitting(
-    rows: Iterable[tuple[str, Row]], report: Report, template: ChatTemplate, max_tokens: int | None, policy: Policy
+    rows: Iterable[tuple[str, Row]], report: Report, template: ChatTemplate, policy: Policy
 ) -> Iterator[tuple[str, Row]]:
-    for part, lengths in batched(rows, partial(_prompt_lengths, template, max_tokens is not None)):
-        for (where, row), length in zip(part, lengths, strict=True):
-            if isinstance(length, str):
-                _refuse(report, policy, where, "refused by the chat template", length)
-            elif max_tokens is not None and length > max_tokens:
-                report.drop("prompt too long", where, f"{length:,} tokens, at most {max_tokens:,}")
+    for part, refusals in batched(rows, partial(_refusals, template)):
+        for (where, row), refusal in zip(part, refusals, strict=True):
+            if refusal:
+                _refuse(report, policy, where, "refused by the chat template", refusal)
             else:
                 yield where, row
 
 
-def _prompt_lengths(template: ChatTemplate, tokens: bool, rows: list[tuple[str, Row]]) -> list[int | str]:
-    """The length of each first prompt in tokens, or in characters; the reason where the template refuses it."""
-    prompts = [first_prompt(row) for _, row in rows]
-    found = template.prompts(prompts) if tokens else template.renderings(prompts)
-    return [str(prompt) if isinstance(prompt, TemplateRefusal) else len(prompt) for prompt in found]
+def _refusals(template: ChatTemplate, rows: list[tuple[str, Row]]) -> list[str]:
+    """Why the template refuses each first prompt; "" where it takes it."""
+    found = template.renderings([first_prompt(row) for _, row in rows])
+    return [str(prompt) if isinstance(prompt, TemplateRefusal) else "" for prompt in found]
 
 
 def _chosen(rows: Iterable[tuple[str, Row]], report: Report, limit: int, seed: int) -> Iterator[tuple[str, Row]]:

@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-    from transformers import PreTrainedTokenizerBase
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from eyas.features.store import Store
 
 STYLES = {
     "prompt": "dim",
@@ -63,8 +64,6 @@ def runs(tokenizer: "PreTrainedTokenizerBase", document: dict[str, Any]) -> Iter
 
 def coloured(tokenizer: "PreTrainedTokenizerBase", document: dict[str, Any]) -> "Text":
     """The document as rich text: prompt dim, supervised on green, special tokens magenta, line ends shown as ⏎."""
-    from rich.text import Text
-
     text = Text()
     for part, supervised, special in runs(tokenizer, document):
         style = " ".join(["supervised"] * supervised + ["special"] * special) or "prompt"
@@ -89,9 +88,6 @@ def preview(
     limit: int = 3,
 ) -> int:
     """Print up to `limit` documents in colour; returns how many. `documents` as from `read_documents` or `of_store`."""
-    from rich.console import Console
-    from rich.text import Text
-
     console = console or Console()
     shown = 0
     for document in islice(documents, limit):
@@ -106,8 +102,6 @@ def preview(
 
 def of_store(path: str | Path) -> Iterator[dict[str, Any]]:
     """The documents of a feature store; their states are not read."""
-    from eyas.features.store import Store
-
     store = Store(path)
     for name in store.ids:
         entry = store.entry(name)

@@ -12,7 +12,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import httpx
 
 from eyas.data.generate import Document, Journal, Limits, Sampling, end_turn, prepare
 from eyas.data.template import ChatTemplate
@@ -20,9 +22,6 @@ from eyas.errors import EyasError, UsageError
 from eyas.files import fingerprint
 from eyas.progress import progress
 from eyas.target import Target
-
-if TYPE_CHECKING:
-    import httpx
 
 RETRY_FIRST, RETRY_MOST = 0.5, 30.0  # seconds between two tries of a server that fails
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -198,8 +197,6 @@ class _Job:
     async def run(
         self, servers: list[Server], kind: str, concurrency: int, timeout: float, api_key: str | None
     ) -> None:
-        import httpx
-
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
@@ -246,8 +243,6 @@ class _Job:
 
     async def _recognise(self, client: "httpx.AsyncClient", server: Server, kind: str) -> bool:
         """Find out what kind of server this is and what it calls its model."""
-        import httpx
-
         try:
             if kind == "auto":
                 found = [
@@ -277,8 +272,6 @@ class _Job:
 
     async def _converse(self, client: "httpx.AsyncClient", server: Server, document: Document) -> None:
         """Take one conversation as far as this server goes; it is given back where it failed."""
-        import httpx
-
         try:
             while not document.done:
                 self._write(document, await self._ask(client, server, document))

@@ -126,14 +126,12 @@ def save_split(parts: dict[str, list[str]], path: str | Path) -> None:
     write_json(path, parts)
 
 
-def load_split(path: str | Path, ids: Iterable[str] | None = None) -> dict[str, list[str]]:
-    """Read split.json; with `ids`, a split that does not name exactly these raises UsageError."""
+def load_split(path: str | Path) -> dict[str, list[str]]:
+    """Read split.json. Raises UsageError where it is damaged."""
     parts = read_json(path)
     if not isinstance(parts, dict) or any(not isinstance(parts.get(side), list) for side in ("train", "heldout")):
         raise UsageError(f"{path}: expected the lists 'train' and 'heldout'. Remove it and run again.")
     both = set(parts["train"]) & set(parts["heldout"])
     if both:
         raise UsageError(f"{path}: {len(both)} ids are on both sides, {min(both)!r} for one. Remove it and run again.")
-    if ids is not None and set(ids) != set(parts["train"]) | set(parts["heldout"]):
-        raise UsageError(f"{path}: was made for other conversations. Remove it and run again.")
     return parts

@@ -165,12 +165,6 @@ class ChatTemplate:
         except TemplateRefusal as refusal:
             return [refusal] if len(batch) == 1 else [self.renderings([messages])[0] for messages in batch]
 
-    def prompts(self, batch: Sequence[Messages]) -> list[list[int] | TemplateRefusal]:
-        """`prompt_ids` of many; the refusal instead of the ids where the template raises."""
-        rendered = self.renderings(batch)
-        coded = iter(self._encode_all([text for text in rendered if isinstance(text, str)]))
-        return [next(coded).ids if isinstance(text, str) else text for text in rendered]
-
     # generated conversations
 
     def next_turn_ids(self, messages: Messages, user: str, answer_ids: list[int]) -> list[int] | None:

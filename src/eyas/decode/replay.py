@@ -10,20 +10,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from eyas.decode.chain import Drafter
+from eyas.decode.tree import Tree, depths
+from eyas.decode.verify import verify_walk
 from eyas.draft.batch import Batch, as_floats, chain_depth, pack
 from eyas.draft.model import Draft
 from eyas.errors import UsageError
 from eyas.features.store import Sample, Store, teacher_positions
 from eyas.serving.contract import ENGINES
+from eyas.serving.export import load_draft
+from eyas.serving.load import load_as
 from eyas.target import LogitRule, Target
-
-if TYPE_CHECKING:
-    from eyas.decode.tree import Tree
 
 BATCH = 16  # documents replayed at once
 
@@ -133,10 +135,6 @@ def accept(draft: Draft, samples: Iterable[Sample], k: int, to_draft: torch.Tens
 @torch.inference_mode()
 def accept_trees(draft: Draft, samples: Iterable[Sample], tree: "Tree", dtype: torch.dtype) -> Acceptance:
     """Replay dynamic trees, round by round, with the draft's cache: a tree keeps the path that the stored tokens take."""
-    from eyas.decode.chain import Drafter
-    from eyas.decode.tree import depths
-    from eyas.decode.verify import verify_walk
-
     conversations: list[Conversation] = []
     draft = draft.to(dtype)
     for sample in samples:
@@ -174,9 +172,6 @@ def read_draft(folder: str | Path, target: Target, engine: str | None = None) ->
 
     Raises UsageError when it is none, or not one of this target.
     """
-    from eyas.serving.export import load_draft
-    from eyas.serving.load import load_as
-
     if not Path(folder, "config.json").is_file():
         raise UsageError(f"{folder}: no draft. Expected a folder with config.json and model.safetensors.")
     config, state, *notes = load_as(folder, target, engine) if engine else load_draft(folder, target)

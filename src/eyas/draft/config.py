@@ -109,10 +109,6 @@ class DraftConfig:
             total += sum(math.prod(shape) for shape in shapes if len(shape) == 2)
         return total
 
-    @property
-    def default_layers(self) -> bool:
-        return list(self.aux_layers) == default_aux_layers(self.target_num_layers)
-
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"aux_layers": list(self.aux_layers)}
 

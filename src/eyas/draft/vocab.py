@@ -148,14 +148,8 @@ def choose(counts: np.ndarray, always: Iterable[int], size: int) -> DraftVocab:
     return DraftVocab(np.sort(ranking(counts, always)[:size]).astype(np.int64), counts)
 
 
-def chain_ceiling(spans: Spans, inside: np.ndarray, k: int) -> float:
-    """tau of a perfect draft that can say only `inside` (bool [V]), chain of k, no independence assumed."""
-    rank = np.where(inside, 0, 1)
-    return float(_ceilings(spans, rank, k, np.array([1]))[0])
-
-
 def _ceilings(spans: Spans, rank: np.ndarray, k: int, sizes: np.ndarray) -> np.ndarray:
-    """tau ceilings [S] for vocabularies {id: rank[id] < size}.
+    """tau of a perfect draft that can say only {id: rank[id] < size}, for each size [S]; no independence assumed.
 
     A chain may start after any supervised token but a span's last; its step j says the token j + 1 further on, and
     exists where that lies in the same span. tau = 1 + sum over j of P(the tokens of steps 0..j are all inside),
@@ -186,7 +180,7 @@ def curve(
     """Coverage by size. `head` = (D, parameters of the draft read per token without its head) gives the head's cost.
 
     coverage: share of supervised tokens inside. unseen_coverage: the same, with tokens seen once counted as outside
-    (leave-one-out: what to expect on new text). tau_ceiling: `chain_ceiling` for a chain of k.
+    (leave-one-out: what to expect on new text). tau_ceiling: of a perfect draft, for a chain of k.
     head_share: the head's share of the parameters that one draft step reads, about its share of the time.
     """
     always = set(always)

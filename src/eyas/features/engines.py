@@ -14,26 +14,24 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx
 import numpy as np
+import torch
+import transformers as tf
 
 from eyas.errors import EyasError, UsageError
 from eyas.features.extract import Source, State, argmax
+from eyas.features.foreign import read
 from eyas.features.record import Damaged, mask_of, teacher_positions
 from eyas.target import LoadedTarget, Target
-
-if TYPE_CHECKING:
-    import torch
 
 AT_ONCE = 8  # requests in flight
 
 
 def ends(target: Target, dtype: str = "auto") -> LoadedTarget:
     """A target whose final norm and head are loaded, and nothing else: its layers stay on the meta device."""
-    import torch
-    import transformers as tf
-
     config = tf.AutoConfig.from_pretrained(target.path, local_files_only=True)
     kind: Any = tf.AutoModelForCausalLM if target.text is target.config else tf.AutoModelForImageTextToText
     stored = target.read_tensor(str(target.tensor_name("norm"))).dtype
@@ -71,10 +69,6 @@ def open_source(urls: list[str], target: LoadedTarget) -> Source:
 
 def vllm(url: str, target: LoadedTarget) -> Source:
     """Through a server on this machine (its files are read, then removed)."""
-    import torch
-
-    from eyas.features.foreign import read
-
     model = _post(url, "/v1/models")["data"][0]["id"]
 
     def one(document: dict[str, Any]) -> State:
@@ -101,7 +95,6 @@ def vllm(url: str, target: LoadedTarget) -> Source:
 
 def sglang(aux_url: str, final_url: str, target: LoadedTarget) -> Source:
     """Through two servers of the same target, of which one gives the auxiliary and one the final states."""
-    import torch
 
     def ask(url: str, document: dict[str, Any]) -> "torch.Tensor":
         sampling = {"max_new_tokens": 1, "temperature": 0}
@@ -131,15 +124,11 @@ def sglang(aux_url: str, final_url: str, target: LoadedTarget) -> Source:
 
 
 def _tensor(bits: np.ndarray) -> "torch.Tensor":
-    import torch
-
     return torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).view(torch.bfloat16)
 
 
 def _in_order(one: Any) -> Source:
     def source(documents: list[dict[str, Any]]) -> Iterator[State]:
-        import torch
-
         def work(document: dict[str, Any]) -> State:
             with torch.inference_mode():
                 return one(document)
@@ -151,8 +140,6 @@ def _in_order(one: Any) -> Source:
 
 
 def _post(url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    import httpx
-
     try:
         answer = httpx.request("POST" if body else "GET", url + path, json=body, timeout=600)
         value = answer.json() if answer.status_code == 200 else None

@@ -1,5 +1,6 @@
 """The health of a store: what it holds, whether every byte is what was written, and how to set it right."""
 
+import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+from pyarrow import parquet
 
 from eyas.errors import EyasError, UsageError
 from eyas.features.codec import to_float
@@ -75,7 +78,7 @@ def verify(
     place = Place(path)
     sizes = place.sizes()
     if not any(name == "store.json" or name.startswith("shard-") for name in sizes):
-        from eyas.features.foreign import verify as verify_foreign
+        from eyas.features.foreign import verify as verify_foreign  # which imports this module
 
         return verify_foreign(path, deep=deep, documents=documents)
     problems: Problems = []
@@ -239,11 +242,6 @@ def _description(place: Place) -> dict[str, Any]:
     try:
         return read_description(place)
     except EyasError as error:
-        import io
-
-        import pyarrow
-        from pyarrow import parquet
-
         try:
             schema = parquet.read_schema(io.BytesIO(place.read("index.parquet")))
             description = json.loads(schema.metadata[b"eyas"])

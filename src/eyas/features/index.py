@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+import pyarrow
 import xxhash
+from pyarrow import parquet
 
 from eyas.artifact import Manifest
 from eyas.errors import EyasError, UsageError
@@ -66,9 +68,6 @@ def journal_entries(place: Place, name: str, problems: Problems | None = None) -
 def index_entries(place: Place, problems: Problems | None = None) -> list[Entry]:
     """The rows of index.parquet, each checked. None are returned from a damaged one."""
 
-    import pyarrow
-    from pyarrow import parquet
-
     try:
         table = parquet.read_table(io.BytesIO(place.read("index.parquet")), page_checksum_verification=True)
         checks = table.column("check").to_pylist()
@@ -85,9 +84,6 @@ def index_entries(place: Place, problems: Problems | None = None) -> list[Entry]
 
 
 def write_index(place: Place, entries: Iterable[Entry], description: dict[str, Any]) -> None:
-
-    import pyarrow
-    from pyarrow import parquet
 
     rows = [{**asdict(entry), "check": entry.check} for entry in sorted(entries, key=lambda entry: entry.id)]
     types: dict[Any, Any] = {int: pyarrow.int64(), float: pyarrow.float64(), str: pyarrow.string()}

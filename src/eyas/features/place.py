@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
+
 from eyas.errors import UsageError
 from eyas.features.record import Damaged, Entry
 from eyas.files import atomic_file, disk_errors
@@ -16,8 +18,6 @@ class Place:
     """A folder that is local or behind fsspec, with the few verbs a store needs."""
 
     def __init__(self, path: str | Path) -> None:
-        import fsspec
-
         self.path = str(path)
         self.fs, self.root = fsspec.core.url_to_fs(self.path, use_listings_cache=False)
         self.local, self.folder = "file" in self.fs.protocol, Path(self.root)

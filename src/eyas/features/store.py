@@ -44,7 +44,6 @@ from eyas.features.record import (
     Layout,
     Record,
     Sample,
-    mask_of,
     pack,
     teacher_positions,
     to_sample,
@@ -331,10 +330,6 @@ class Store:
         """int64 [N]: tokens per sample, in the order of `ids`."""
         return np.array([entry.tokens for entry in self.entries.values()], dtype=np.int64)
 
-    @property
-    def categories(self) -> list[str]:
-        return [entry.category for entry in self.entries.values()]
-
     def entry(self, sample: str | int) -> Entry:
         name = sample if isinstance(sample, str) else self.ids[sample]
         if name not in self.entries:
@@ -363,11 +358,6 @@ class Store:
         except Damaged as damage:
             raise self._damage(entry, damage) from None
         return record.tokens
-
-    def supervised(self, sample: str | int) -> np.ndarray:
-        """bool [T], from the index alone."""
-        entry = self.entry(sample)
-        return mask_of(entry.spans, entry.tokens)
 
     def _damage(self, entry: Entry, damage: Damaged) -> EyasError:
         return EyasError(

@@ -20,23 +20,27 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx
 import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
+from eyas.decode.replay import accept
 from eyas.draft.config import DraftConfig, rope_parameters
+from eyas.draft.model import Draft
 from eyas.errors import EyasError, UsageError, first_line
+from eyas.features.store import Sample, teacher_positions
 from eyas.files import read_json, write_json
+from eyas.measure import COUNTERS, Asked, Served, read_metrics
 from eyas.serving.contract import ENGINES, PROGRAMS, Json, serve_command
-from eyas.serving.export import export
+from eyas.serving.export import State, export
 from eyas.target import TEXT_CONFIG_KEYS, read_target
-
-if TYPE_CHECKING:
-    import torch
-
-    from eyas.features.store import Sample
-
-    State = dict[str, torch.Tensor]
 
 LAYERS, WIDTH, HEADS, KV, HEAD, VOCAB = 12, 704, 4, 2, 32, 128
 # amplitudes: the constant, a place, SiLU where it is linear, attention to the own position
@@ -127,8 +131,6 @@ def _silu(x: float) -> float:
 
 def fill_target(canary: Canary, state: "State") -> None:
     """Write the canary into the tensors of a target whose blocks are pre-norm with a SwiGLU, in place."""
-    import torch
-
     eye, norm = torch.eye(CYCLE), _norm(2)
     for name, tensor in state.items():
         layer = int(name.split(".layers.")[1].split(".")[0]) if ".layers." in name else -1
@@ -153,8 +155,6 @@ def fill_target(canary: Canary, state: "State") -> None:
 
 def draft_of(canary: Canary) -> "State":
     """The draft's tensors, float32, by internal name."""
-    import torch
-
     eye, at = torch.eye(CYCLE), "layers.0."
     on = torch.roll(eye, 1, 0)  # a place moves on to the next
     fc = torch.zeros(WIDTH, 3, WIDTH)
@@ -295,8 +295,6 @@ def draft_config(canary: Canary, **options: Any) -> DraftConfig:
 
 def sample(canary: Canary, layers: list[int], tokens: int, late: int = 0) -> "Sample":
     """The cycle as the feature store would hold it, `tokens` long, four of them the prompt; amplitudes are exact in bf16."""
-    from eyas.features.store import Sample, teacher_positions
-
     text, supervised = np.resize(canary.cycle, tokens).astype(np.int32), np.arange(tokens) > 3
     aux = np.stack([[stream(canary, token, layer) for layer in layers] for token in np.roll(text, late).tolist()])
     final = np.zeros((len(teacher_positions(supervised)), WIDTH), np.uint16)
@@ -305,11 +303,6 @@ def sample(canary: Canary, layers: list[int], tokens: int, late: int = 0) -> "Sa
 
 def expected(canary: Canary, wire: Wire, k: int, tokens: int = 400) -> list[float]:
     """[k]: the acceptance per position that this fault gives, by replay of the draft on the target's closed form."""
-    import torch
-
-    from eyas.decode.replay import accept
-    from eyas.draft.model import Draft
-
     config = draft_config(canary, **wire.flags)
     state = draft_of(canary)
     wire.tensors(state)
@@ -365,8 +358,6 @@ def serving(said: Json, program: str, log: Path) -> Iterator[str]:
 
     program: what to start, in the place of the engine's usual program. Raises EyasError when it ends before it answers.
     """
-    import httpx
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -421,10 +412,6 @@ def ask(engine: str, url: str, prompt: list[int], new: int = 4 * CYCLE) -> list[
 
     Raises EyasError when the server drafts nothing.
     """
-    import httpx
-
-    from eyas.measure import COUNTERS, Asked, Served, read_metrics
-
     greedy = {"temperature": 0, "ignore_eos": True}
     paths: dict[str, tuple[str, Json]] = {
         "vllm": ("/v1/completions", {"prompt": prompt, "max_tokens": new} | greedy),
@@ -497,9 +484,6 @@ def write(out: Path, engine: str, like: Json | None = None, dtype: str = "float3
     like: a config.json whose architecture the target takes. Raises EyasError where that class is not made of pre-norm
     blocks with a SwiGLU, so that no canary can live in it.
     """
-    import torch
-    import transformers
-
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine}: expected one of {', '.join(ENGINES)}.")
     raw = small_config(like)
@@ -540,8 +524,6 @@ def write(out: Path, engine: str, like: Json | None = None, dtype: str = "float3
 
 def _as_published(folder: Path, architectures: list[str]) -> None:
     """Undo Transformers' own spelling: of the class, and of Kimi-K2.5's decoder, which it saves as "blocks"."""
-    from safetensors.torch import load_file, save_file
-
     write_json(folder / "config.json", read_json(folder / "config.json") | {"architectures": architectures})
     for file in folder.glob("*.safetensors"):
         state = load_file(file)
@@ -553,8 +535,6 @@ def _as_published(folder: Path, architectures: list[str]) -> None:
 
 def _prove(canary: Canary, model: Any) -> None:
     """The target's states and choices are those of the closed form, or no canary lives in this class."""
-    import torch
-
     with torch.no_grad():
         found = model(input_ids=torch.tensor([canary.cycle]), output_hidden_states=True, use_cache=False)
     wanted = torch.tensor(canary.cycle).roll(-1)
@@ -568,10 +548,6 @@ def _prove(canary: Canary, model: Any) -> None:
 
 def words_tokenizer(folder: Path, vocab: int) -> None:
     """A tokenizer of `vocab` made-up words: servers and converters want one, a canary speaks in ids."""
-    from tokenizers import Tokenizer, decoders
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
-
     words = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, vocab))]
     made = Tokenizer(BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
     made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -424,7 +424,7 @@ def _embedding(d: Draft, t: Target | None) -> Iterator[Hit]:
         return  # the shape is reported per engine
     rows = np.linspace(0, own.shape[0] - 1, min(own.shape[0], 64)).astype(np.int64)
     mine = np.stack([own.floats(int(row) * hidden, hidden) for row in rows])
-    name = t.tensor_name("embedding") if t and not narrow and t.tensor_files else None
+    name = t.tensor_name("embedding") if t and not narrow else None
     if t is None or name is None:
         norms = np.linalg.norm(mine, axis=1)
         if hidden >= 64 and norms.std() < 1.5 * norms.mean() / np.sqrt(2 * hidden) and norms.mean() > 0:

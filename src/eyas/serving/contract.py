@@ -28,7 +28,6 @@ class Engine:
     speculators: bool  # reads the speculators format
     default_layers: Callable[[int], list[int]]
     three_layers: bool = False  # exactly three auxiliary layers
-    one_layer: bool = False  # exactly one decoder layer
     own_embedding: bool = False  # keeps the draft's embedding where it differs from the target's
     fc_norm: bool = False
     norm_before_fc: str = ""  # where the flag is read: "either" | "top" | "nested" | "" (nowhere)
@@ -76,11 +75,10 @@ ENGINES: dict[str, Engine] = {
         ),
         Engine(
             "llamacpp", "llama.cpp", "b11434", _LLAMA | {"LlamaForCausalLM"}, True, usual_layers,
-            three_layers=True, one_layer=True, own_embedding=True, norm_before_fc="top", norm_before_residual=True,
+            three_layers=True, own_embedding=True, norm_before_fc="top", norm_before_residual=True,
         ),
         Engine(
-            "openvino", "OpenVINO GenAI", "2026.4.1", _LLAMA, False, openvino_layers,
-            three_layers=True, one_layer=True,
+            "openvino", "OpenVINO GenAI", "2026.4.1", _LLAMA, False, openvino_layers, three_layers=True,
         ),
         Engine(
             "trtllm", "TensorRT-LLM", "1.4rc (by reading)", frozenset(), False, usual_layers,

@@ -1,7 +1,11 @@
 """Write a draft for engines, and read it back from any layout. The set of tensors is compared before and after."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 
 from eyas import __version__
 from eyas.draft.config import DraftConfig
@@ -13,11 +17,8 @@ from eyas.serving.contract import ENGINES, Json
 from eyas.serving.tensors import read_folder
 from eyas.target import Target, read_header, read_target
 
-if TYPE_CHECKING:
-    import torch
-
 LAYOUTS = ("portable", "eagle", "speculators")
-State = dict[str, "torch.Tensor"]
+State = dict[str, torch.Tensor]
 
 
 def export(
@@ -46,8 +47,6 @@ def export(
 
     Raises UsageError when a tensor is missing, unexpected or of another shape than the config says.
     """
-    import torch
-
     if layout not in LAYOUTS:
         raise UsageError(f"layout {layout!r}: expected one of {', '.join(LAYOUTS)}.")
     if engine is not None and engine not in ENGINES:
@@ -97,8 +96,6 @@ def record(config: DraftConfig, target: Target, provenance: Json, layout: str, e
 
 def checked(state: State, config: DraftConfig) -> State:
     """The state that will be written: checked against the config, without the teacher's tensors."""
-    import torch
-
     tensors = {name: tensor.detach() for name, tensor in state.items() if not names.teacher_only(name)}
     expected = names.expected_shapes(config)
     if config.draft_vocab_size == config.vocab_size:
@@ -135,27 +132,20 @@ def embedding_is_targets(embedding: "torch.Tensor | None", config: DraftConfig, 
         return False
     if embedding is None:
         return True
-    name = target.tensor_name("embedding") if target.tensor_files else None
+    name = target.tensor_name("embedding")
     if name is None:
         return False
-    import torch
-
     return torch.equal(target.read_tensor(name).to(embedding.dtype), embedding.cpu())
 
 
 def _write_weights(written: State, folder: Path, layout: str, shard_bytes: int | None) -> set[str]:
     """Write the tensors and return the names that the files really hold."""
-    import torch
-    from safetensors.torch import save_file
-
     if layout == "eagle":
         torch.save(written, folder / "pytorch_model.bin")
         return set(torch.load(folder / "pytorch_model.bin", weights_only=True, mmap=True))
     if shard_bytes is None:
         save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
         return set(read_header(folder / "model.safetensors")) - {"__metadata__"}
-    from huggingface_hub import split_torch_state_dict_into_shards
-
     split = split_torch_state_dict_into_shards(written, max_shard_size=shard_bytes)
     for file, members in split.filename_to_tensors.items():
         save_file({name: written[name] for name in members}, folder / file, metadata={"format": "pt"})
@@ -171,8 +161,6 @@ def load_draft(path: str | Path, target: Target | None) -> tuple[DraftConfig, St
     The embedding is read from the target where the draft has none, and a missing or stale t2d is rebuilt from d2t.
     Raises UsageError when a tensor is missing, unknown or of another shape; `eyas check` then says what and why.
     """
-    import torch
-
     path = Path(path)
     config = names.draft_config_from(read_json(path / "config.json"), target)
     stored, faults = read_folder(path)
@@ -190,7 +178,7 @@ def load_draft(path: str | Path, target: Target | None) -> tuple[DraftConfig, St
         state["d2t"] = state["d2t"].long()
         state["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     if "embed_tokens.weight" not in state and target is not None and config.hidden_size == target.hidden_size:
-        name = target.tensor_name("embedding") if target.tensor_files else None
+        name = target.tensor_name("embedding")
         if name is not None:
             state["embed_tokens.weight"] = target.read_tensor(name)
     for twin, source in names.file_twins(config).items():
@@ -225,7 +213,7 @@ def convert(folder: Path, target: str | None, out: Path, *, layout: str, vocabul
     elif vocabulary is None:
         raise UsageError("--layout gguf: give --vocabulary, the target's GGUF, whose tokenizer the draft shares.")
     else:
-        from eyas.serving.llamacpp import export_gguf
+        from eyas.serving.llamacpp import export_gguf  # which imports this module
 
         export_gguf(state, config, known, out, provenance=provenance, vocabulary=vocabulary, dtype=form["dtype"])
     return {} if form["engine"] else not_for(config, known)

@@ -5,9 +5,10 @@ The `gguf` package (eyas[gguf]) gives the container; what an EAGLE-3 draft is in
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from eyas.draft.config import DraftConfig
 from eyas.errors import EyasError, UsageError
@@ -15,9 +16,6 @@ from eyas.files import atomic_folder, write_json
 from eyas.serving.contract import ENGINES
 from eyas.serving.export import State, checked, embedding_is_targets, not_for, record
 from eyas.target import Target
-
-if TYPE_CHECKING:
-    import torch
 
 _LAYER = {
     "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm",
@@ -139,8 +137,6 @@ def _paired(name: str, tensor: "torch.Tensor", config: DraftConfig) -> "torch.Te
 
 
 def _add(gguf: Any, writer: Any, name: str, tensor: "torch.Tensor", dtype: str) -> None:
-    import torch
-
     kinds = gguf.GGMLQuantizationType
     if tensor.dim() == 1 or dtype == "float32":
         writer.add_tensor(name, tensor.float().cpu().contiguous().numpy())

@@ -4,21 +4,17 @@ What an engine does stands in `contract`; what a folder holds and which rows of 
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from eyas.draft.config import LATENT, DraftConfig, latent_sizes, rope_parameters
 from eyas.errors import EyasError, UsageError
 from eyas.serving import contract, names
 from eyas.serving.check import check, places, read_draft
 from eyas.serving.contract import ENGINES, Engine, Json
+from eyas.serving.export import State
 from eyas.target import Target
-
-if TYPE_CHECKING:
-    import torch
-
-    State = dict[str, torch.Tensor]
 
 
 def load_as(folder: str | Path, target: Target, engine: str) -> tuple[DraftConfig, "State", list[str]]:
@@ -29,8 +25,6 @@ def load_as(folder: str | Path, target: Target, engine: str) -> tuple[DraftConfi
     sentences on what is lost or differs. Raises EyasError with the engine's own failure where it would fail, and where
     it would run something that our draft has no place for.
     """
-    import torch
-
     if engine not in ENGINES:
         raise UsageError(f"--as {engine}: expected one of {', '.join(ENGINES)}.")
     kind, folder = ENGINES[engine], Path(folder)
@@ -81,8 +75,6 @@ def load_as(folder: str | Path, target: Target, engine: str) -> tuple[DraftConfi
 
 def _cut(stored: np.ndarray, name: str, shape: tuple[int, ...]) -> "torch.Tensor":
     """What a place takes of a stored tensor of another size, where the engine does not mind: its first part, or zeros."""
-    import torch
-
     tensor = torch.from_numpy(np.ascontiguousarray(stored)).float()
     if name == "lm_head.weight" or tensor.shape == shape:
         return tensor
@@ -110,8 +102,6 @@ def _shared(found: "State", met: Json, target: Target, kind: Engine, rows: int) 
 
 def _fill(found: "State", shapes: dict[str, tuple[int, ...]], kind: Engine) -> list[str]:
     """Places that no tensor fills: norms are ones, and anything stands in for the rest, which is returned."""
-    import torch
-
     generator = torch.Generator().manual_seed(0)
     for name in shapes.keys() - found.keys() - {"d2t"}:
         if "norm" in name:
@@ -126,8 +116,6 @@ def _fill(found: "State", shapes: dict[str, tuple[int, ...]], kind: Engine) -> l
 
 def _in_ascending_order(found: "State", layers: list[int]) -> None:
     """Blocks of the inputs to fc as they stand when the layers are concatenated in ascending order."""
-    import torch
-
     order = sorted(range(len(layers)), key=layers.__getitem__)
     for name in ("fc.weight", "input_norm.weight"):
         if name in found:
@@ -137,8 +125,6 @@ def _in_ascending_order(found: "State", layers: list[int]) -> None:
 
 def _map(found: "State", offsets: "np.ndarray | None", config: DraftConfig) -> None:
     """d2t and t2d; without a map draft ids are target ids. Entries that lead nowhere lead past the vocabulary."""
-    import torch
-
     rows, vocab = config.draft_vocab_size, config.vocab_size
     offsets = np.zeros(rows, np.int64) if offsets is None else offsets[:rows]
     offsets = np.concatenate([offsets, np.full(rows - len(offsets), vocab)])

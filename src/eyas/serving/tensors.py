@@ -91,6 +91,8 @@ def read_folder(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
         try:
             listed = dict(json.loads(index.read_text("utf-8"))["weight_map"])
             files = sorted({inside(folder, name) for name in listed.values()})
+        except UsageError as error:
+            return {}, [str(error)]
         except (ValueError, KeyError, TypeError, AttributeError):
             return {}, [f"{index.name} is not a safetensors index"]
     else:

@@ -6,17 +6,17 @@ whatever step of the unroll it is drafted.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
-from eyas.decode.replay import Conversation
+from eyas.decode.replay import Conversation, accept, draft_ids, read_draft, replay
 from eyas.draft.batch import chain_depth
-from eyas.features.store import Sample
+from eyas.features.store import Sample, Store
 from eyas.files import fingerprint, fingerprint_file, write_json
-
-if TYPE_CHECKING:
-    from eyas.run import Run
+from eyas.run import Run
+from eyas.serving.export import export
 
 
 def rejections(found: Conversation, sample: Sample, k: int) -> np.ndarray:
@@ -42,12 +42,6 @@ def refine(run: "Run") -> dict[str, Any]:
 
     Returns tau before and after, replayed over the held-out conversations, and the share of rejected training tokens.
     """
-    import torch
-
-    from eyas.decode.replay import accept, draft_ids, read_draft, replay
-    from eyas.features.store import Store
-    from eyas.serving.export import export
-
     folder, settings, k = run.folder / "refine", run.recipe.refine, run.recipe.replay.k
     store, parts, base = Store(run.store), run.parts(), run.folder / "draft"
     draft, _ = read_draft(base, run.target)

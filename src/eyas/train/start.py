@@ -18,6 +18,7 @@ from eyas.draft.model import Attention, Draft, Layer
 from eyas.draft.vocab import DraftVocab
 from eyas.errors import EyasError, UsageError
 from eyas.recipe import Train
+from eyas.serving.export import load_draft
 from eyas.target import Target
 
 RIDGE = 1e-2  # added to the diagonal, in units of a standardised channel's variance
@@ -142,8 +143,6 @@ def warm_start(draft: Draft, folder: str, target: Target, remap: bool = False) -
     Its vocabulary map must be this draft's, or with `remap` the rows of shared tokens are moved and the others keep
     their first values. Raises UsageError where shapes, options, map or embedding differ.
     """
-    from eyas.serving.export import load_draft
-
     theirs, state = load_draft(folder, target)
     ours = draft.config
     free = ("draft_vocab_size", "max_position_embeddings", "rope_parameters")
