@@ -69,7 +69,7 @@ def test_attention_equals_transformers(rank, rope, monkeypatch):
     mask = torch.full((count, count), float("-inf"), dtype=torch.float64).triu(1)[None, None]
     expected = real(x[None], angles, mask)[0][0]
     q, k, v = draft.qkv(draft.stack[1], x, at)
-    blocks = plan_blocks(at, [(0, count)], torch.float64)
+    blocks = plan_blocks(at, [(0, count)])
     out = unroll_attention(q, k, v, blocks, scale=config.softmax_scale)
     found = ours.o_proj(out[..., : ours.value].flatten(1))
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)

@@ -7,7 +7,7 @@ and the merged log-sum-exp.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,63 +18,62 @@ BLOCK = 256  # queries handled at once: bounds scores and masks to BLOCK rows
 
 @dataclass
 class Block:
-    """Queries [first, last) against step-0 keys [start, end). `causal`: square and aligned; else `mask` [q, k] adds.
+    """Queries [first, last) of one document against step-0 keys [start, end).
 
-    Every query sees the first `free` keys: the mask is zero there.
+    Without `rows` it is square: query i sees the keys up to i. Else `rows` [n] are the queries' own rows: each sees the
+    keys up to its row, no further back than `reach`. Every query sees the first `free` keys.
     """
 
     first: int
     last: int
     start: int
     end: int
-    causal: bool
-    mask: torch.Tensor | None
+    rows: torch.Tensor | None = None
+    reach: int | None = None
     free: int = 0
+
+    def hidden(self, free: int = 0) -> torch.Tensor:
+        """bool [n, keys]: what each query does not see of the keys but the first `free`. Needs `rows`."""
+        assert self.rows is not None
+        own, key = self.rows[:, None], torch.arange(self.start + free, self.end, device=self.rows.device)
+        return key > own if self.reach is None else (key > own) | (key < own - self.reach)
 
 
 def plan_blocks(
-    rows: torch.Tensor,
-    documents: Sequence[tuple[int, int]],
-    dtype: torch.dtype,
-    step: int = 0,
-    window: int | None = None,
+    rows: torch.Tensor, documents: Sequence[tuple[int, int]], step: int = 0, window: int | None = None
 ) -> list[Block]:
-    """Cut sorted query rows [N] into blocks of one document each. `window` bounds how far back a key may lie."""
+    """Cut sorted query rows [N] into blocks of one document each. `window` bounds how far back a key may lie.
+
+    Masks are made where they are needed and not kept, so that memory stays linear in rows.
+    """
     blocks = []
     starts = torch.tensor([start for start, _ in documents], device=rows.device)
     edges = [*torch.searchsorted(rows, starts).tolist(), len(rows)]
+    reach = None if window is None else window - step - 1  # rows back from a query's own
     for (start, _end), first, last in zip(documents, edges, edges[1:], strict=False):
         if first == last:
             continue
-        whole = window is None and int(rows[first]) == start and int(rows[last - 1]) == start + last - first - 1
+        whole = reach is None and int(rows[first]) == start and int(rows[last - 1]) == start + last - first - 1
         if whole:
-            blocks.append(Block(first, last, start, start + last - first, True, None))
+            blocks.append(Block(first, last, start, start + last - first))
             continue
         for low in range(first, last, BLOCK):
-            high = min(low + BLOCK, last)
-            query = rows[low:high, None]
-            begin = start if window is None else max(start, int(query[0]) + step - window + 1)
-            stop = int(query[-1]) + 1
-            key = torch.arange(begin, stop, device=rows.device)
-            seen = key <= query
-            if window is not None:
-                seen &= key > query + step - window
-            mask = torch.zeros(seen.shape, dtype=dtype, device=rows.device).masked_fill_(~seen, float("-inf"))
-            blocks.append(
-                Block(low, high, begin, stop, False, mask, int(query[0]) + 1 - begin if window is None else 0)
-            )
+            some = rows[low : min(low + BLOCK, last)]
+            lowest, end = int(some[0]), int(some[-1]) + 1
+            begin, free = (start, lowest + 1 - start) if reach is None else (max(start, lowest - reach), 0)
+            blocks.append(Block(low, low + len(some), begin, end, some, reach, free))
     return blocks
 
 
-def _pieces(block: Block, dtype: torch.dtype, device: torch.device) -> Iterator[Block]:
-    """The block in parts of at most BLOCK queries. A part's mask is for the last of its keys; it sees all before them."""
-    if block.mask is not None:
-        yield replace(block, mask=block.mask[:, block.free :])
+def _pieces(block: Block, device: torch.device) -> Iterator[Block]:
+    """The block in parts of at most BLOCK queries, all with rows."""
+    if block.rows is not None:
+        yield block
         return
     for low in range(block.first, block.last, BLOCK):
         high = min(low + BLOCK, block.last)
-        mask = torch.full((high - low, high - low), float("-inf"), dtype=dtype, device=device).triu_(1)
-        yield Block(low, high, block.start, block.start + high - block.first, False, mask)
+        rows = torch.arange(low, high, device=device) + (block.start - block.first)
+        yield Block(low, high, block.start, block.start + high - block.first, rows, None, low - block.first + 1)
 
 
 def _grouped(x: torch.Tensor, kv: int) -> torch.Tensor:
@@ -84,9 +83,8 @@ def _grouped(x: torch.Tensor, kv: int) -> torch.Tensor:
 
 def _hide(scores: torch.Tensor, piece: Block) -> torch.Tensor:
     """-inf for what a query must not see, in place; scores [kv, n * g, keys]."""
-    if piece.mask is not None and piece.mask.shape[1]:
-        n, keys = piece.mask.shape
-        scores.unflatten(1, (n, -1))[..., -keys:].add_(piece.mask[:, None])
+    hidden = piece.hidden(piece.free)
+    scores.unflatten(1, (len(hidden), -1))[..., piece.free :].masked_fill_(hidden[:, None], float("-inf"))
     return scores
 
 
@@ -95,8 +93,12 @@ def _forward_block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [n, h, d] and log-sum-exp [n, h] of one block, by PyTorch's flash attention for CPUs."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, n, d], views
+    mask = None
+    if block.rows is not None:
+        hidden = block.hidden()
+        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, block.causal, attn_mask=block.mask, scale=scale
+        q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
     )
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)
 
@@ -107,7 +109,7 @@ def _forward_plain(
     """The same by products and a softmax in at least float32, for other devices; at most BLOCK rows of scores exist."""
     wide, kv = torch.promote_types(q.dtype, torch.float32), k.shape[1]
     outs, sums = [], []
-    for piece in _pieces(block, wide, q.device):
+    for piece in _pieces(block, q.device):
         rows, keys = slice(piece.first - block.first, piece.last - block.first), slice(piece.end - piece.start)
         x = _grouped(q[rows], kv).flatten(1, 2)  # [kv, n * g, d]
         scores = _hide((x @ k[keys].permute(1, 2, 0)).to(wide) * scale, piece)
@@ -139,26 +141,30 @@ def _backward_blocks(
 
     Five products, which run at the machine's rate, and two passes over the weights. Two more columns of q and k
     subtract the log-sum-exp in the product itself, in float32: what is rounded is the logarithm of a weight, which is
-    near nothing where the weight counts. Delta goes the same way. (On CPUs about 0.8 of the time of PyTorch's flash backward, docs/benchmarks.md.)
+    near nothing where the weight counts. The scale is applied there too: q * scale would be rounded otherwise than the
+    q that the log-sum-exp was made of. Delta goes the same way as the log-sum-exp. (On CPUs about 0.8 of the time of
+    PyTorch's flash backward, docs/benchmarks.md.)
     """
     kv, d = k.shape[1], q.shape[-1]
-    xs = _grouped(torch.cat([q * scale, _columns(-lse, q.dtype)], -1), kv)  # [kv, N, g, d + 2]
+    xs = _grouped(torch.cat([q, _columns(-lse / scale, q.dtype)], -1), kv)  # [kv, N, g, d + 2]
     ys = _grouped(torch.cat([grad, _columns(-delta, q.dtype)], -1), kv)
     keys, values = (F.pad(x, (0, 2), value=1.0).transpose(0, 1) for x in (k, v))  # [kv, R, d + 2]
     grad_q = xs.new_empty(*xs.shape[:-1], d)
     grad_k, grad_v = (lse.new_zeros(*keys.shape[:-1], d) for _ in range(2))
+    nothing = xs.new_empty(1)
     for block in blocks:
-        for piece in _pieces(block, q.dtype, q.device):
+        for piece in _pieces(block, q.device):
             rows, seen = slice(piece.first, piece.last), slice(piece.start, piece.end)
             x, y = xs[:, rows].flatten(1, 2), ys[:, rows].flatten(1, 2)  # [kv, n * g, d + 2]
             key, value = keys[:, seen].contiguous(), values[:, seen].contiguous()  # bmm would copy them, more slowly
-            weights = _hide(x @ key.mT, piece).exp_()  # [kv, n * g, keys]
+            scores = torch.baddbmm(nothing, x, key.mT, beta=0, alpha=scale)  # [kv, n * g, keys]
+            weights = _hide(scores, piece).exp_()
             grad_v[:, seen] += weights.mT @ y[..., :d]
             grad_scores = (y @ value.mT).mul_(weights)
             grad_k[:, seen] += grad_scores.mT @ x[..., :d]
             grad_q[:, rows] = (grad_scores @ key[..., :d]).unflatten(1, (piece.last - piece.first, -1))
-    grads = grad_q.mul_(scale).transpose(0, 1).flatten(1, 2), grad_k.transpose(0, 1), grad_v.transpose(0, 1)
-    return grads[0], grads[1].to(k.dtype), grads[2].to(v.dtype)
+    grad_q = grad_q.mul_(scale).transpose(0, 1).flatten(1, 2)
+    return grad_q, grad_k.mul_(scale).transpose(0, 1).to(k.dtype), grad_v.transpose(0, 1).to(v.dtype)
 
 
 class _UnrollAttention(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """The draft network of EAGLE-3 (eagle3.md, "The network"), and its K-step unroll (training-time test).
 
-Parameters are float32 masters; matrices are cast once per optimizer step to the compute dtype and every gradient
-is added up in float32.
+Parameters are float32 masters; matrices are cast once per unroll to the compute dtype and every gradient is added up in
+float32.
 """
 
 import copy
@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eyas.draft.attention import plan_blocks, unroll_attention
+from eyas.draft.attention import Block, plan_blocks, unroll_attention
 from eyas.draft.batch import Batch
 from eyas.draft.config import DraftConfig
 from eyas.draft.loss import GradientSink, Loss, Teacher, greedy, head_loss
 from eyas.draft.rope import Rope
+from eyas.errors import UsageError
 from eyas.target import LogitRule
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -127,7 +128,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in at least float32 (Llama's form: the weight is applied after the cast back)."""
+    """x / rms(x) * weight, all of it in at least float32, rounded once."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -405,7 +406,7 @@ class Draft(nn.Module):
             if len(wanted) < len(everything):
                 x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
             q = self.rope.rotate(layer.self_attn.queries(x), batch.positions[wanted])
-            blocks = plan_blocks(wanted, batch.documents, h.dtype, 0, self.config.sliding_window)
+            blocks = plan_blocks(wanted, batch.documents, 0, self.config.sliding_window)
             h = layer.finish(residual, unroll_attention(q, k, v, blocks, scale=self.config.softmax_scale))
             memory.append((k, v))
         return h, memory
@@ -434,8 +435,11 @@ class Draft(nn.Module):
         miss in every figure all the same.
         The loss is scale * Σ decay**k * row loss: scale is one over the supervised rows of the whole batch, on all
         ranks. Hand it to `backward` as it is: the head's gradient is made here, not there.
-        on_logits(k, rows, hidden) sees the normed hidden of step k, for tests.
+        on_logits(k, rows, hidden) sees the normed hidden of step k.
         """
+        window = self.config.sliding_window
+        if window is not None and window < steps:
+            raise UsageError(f"sliding window of {window} tokens: expected at least the {steps} steps of the unroll.")
         dtype = batch.aux.dtype
         for module in self.linears():
             module.stale()
@@ -456,7 +460,8 @@ class Draft(nn.Module):
                 rows, chain, alive, share, h = (x.index_select(0, keep) for x in (rows, chain, alive, share, h))
                 own = [[(a.index_select(0, keep), b.index_select(0, keep)) for a, b in layer] for layer in own]
                 if len(rows):
-                    attend = [self._attend(batch, rows, k, memory[i], own[i], dtype) for i in range(len(self.layers))]
+                    blocks = plan_blocks(rows, batch.documents, k, window)
+                    attend = [self._attend(blocks, *layers) for layers in zip(memory, own, strict=True)]
                     e = {reader: y.index_select(0, rows + k) for reader, y in embedded.items()}
                     h = self.step(e, h, batch.positions[rows] + k, attend)
             result.possible.append(int((batch.depth[result.rows] > k).sum()))
@@ -496,15 +501,10 @@ class Draft(nn.Module):
 
     def _attend(
         self,
-        batch: Batch,
-        rows: torch.Tensor,
-        k: int,
+        blocks: list[Block],
         memory: tuple[torch.Tensor, torch.Tensor],
         own: list[tuple[torch.Tensor, torch.Tensor]],
-        dtype: torch.dtype,
     ) -> Attend:
-        blocks = plan_blocks(rows, batch.documents, dtype, k, self.config.sliding_window)
-
         def attend(q: torch.Tensor, new_k: torch.Tensor, new_v: torch.Tensor) -> torch.Tensor:
             own.append((new_k, new_v))
             own_k = torch.stack([pair[0] for pair in own], 1)  # [N, s, kv, d]
