@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -231,13 +232,12 @@ def report(found, clock):
             print(
                 f"| {shape} | {heads} | {data} | {steps} | {rows:,} | {who} | {speed_of(case):,.0f} | {found[case]['peak']:,.0f} {compared}"
             )
-    for who in WHO:
-        for steps in sorted({case[3] for case in found}):
-            points = sorted((c[2], one["peak"]) for c, one in found.items()
-                            if (c[0], c[1], c[3], c[4], c[5]) == (who, "smollm2", steps, "all", "frozen"))  # fmt: skip
-            if len(points) > 2:
-                a, b, r = line_fit(*zip(*points, strict=True))
-                print(f"memory of {who}, K = {steps}: {a:,.0f} MiB + {b * 1024:,.0f} KiB a row (R² {r:.4f})")
+    for who, data, steps in product(WHO, ("all", "half"), sorted({case[3] for case in found})):
+        points = sorted((c[2], one["peak"]) for c, one in found.items()
+                        if (c[0], c[1], c[3], c[4], c[5]) == (who, "smollm2", steps, data, "frozen"))  # fmt: skip
+        if len(points) > 2:
+            a, b, r = line_fit(*zip(*points, strict=True))
+            print(f"memory of {who}, {data}, K = {steps}: {a:,.0f} MiB + {b * 1024:,.0f} KiB a row (R² {r:.4f})")
 
 
 def main():

@@ -206,12 +206,15 @@ def slow_unroll(w, c: DraftConfig, sample: Sample, steps: int, head, kind="ce", 
             best = int(sample.argmax[at])
             known = bool((ids == best).any())
             pt, qt = (final[at] @ head.T).softmax(-1), logits[t].softmax(-1)
+            overlap = torch.minimum(pt, qt).sum()
+            kl, blend = (pt * (pt / qt).log()).sum(), torch.exp(-3 * overlap).detach()
             row = {
                 "ce": -(pt * qt.log()).sum(),
-                "kl": (pt * (pt / qt).log()).sum(),
+                "kl": kl,
                 "reverse_kl": (qt * (qt / pt).log()).sum(),
-                "tv": 1 - torch.minimum(pt, qt).sum(),
-                "lk": -torch.minimum(pt, qt).sum().log(),
+                "tv": 1 - overlap,
+                "lk": -overlap.log(),
+                "lk_lambda": blend * kl + (1 - blend) * (1 - overlap),
             }[kind]
             if known or keep:
                 loss = loss + decay**k * row

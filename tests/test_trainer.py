@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -330,12 +331,35 @@ def test_tensorboard_holds_the_losses(make):
     assert [e.value for e in found] == pytest.approx(losses(trainer.folder))
 
 
-def test_the_work_of_a_step_is_what_torch_counts(make):
-    """torch's own counter of products, over forward and backward; attention scores and prompt rows are the difference."""
-    trainer = make(survivors=False, steps=3, compute_dtype="float32")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_work_of_a_step_is_what_torch_counts(make, frozen):
+    """torch's own counter of matrix products, over forward and backward; it has keys and values of prompt rows besides."""
+    trainer = make(survivors=False, steps=3, compute_dtype="float32", freeze_head=frozen)
     [batch] = trainer.read(0, 0)
     with FlopCounterMode(display=False) as counter:
         result = trainer.forward(batch, batch.supervised)
         trainer.draft.backward(result.loss)
-    ours = step_flops(trainer.draft.config, len(batch.tokens), result.computed, len(batch.final))
-    assert ours == pytest.approx(counter.get_total_flops(), rel=0.1)
+    config = trainer.draft.config
+    prompt = len(batch.tokens) - batch.supervised
+    besides = 6 * prompt * config.hidden_size * 2 * config.num_key_value_heads * config.head_dim
+    ours = step_flops(config, len(batch.tokens), result.computed, len(batch.final), not frozen)
+    assert ours + besides == counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+
+
+def test_the_work_of_a_step_is_the_same_for_several_workers(make):
+    """Rows that several shares compute count once; a few teacher positions are made in two shares."""
+    trainer = make(survivors=False, batch_tokens=1000)
+    alone = trainer.update(trainer.read(0, 0))["tflop"]
+    trainer.twins = [trainer.draft.twin() for _ in range(3)]
+    trainer.pool = ThreadPoolExecutor(4)
+    assert trainer.update(trainer.read(0, 0))["tflop"] == pytest.approx(alone, rel=0.03)
+
+
+def test_the_denominator_may_be_all_rows(make):
+    """Then the loss, and with it the gradient, are smaller by the share of rows that are supervised."""
+    usual, other = make(compute_dtype="float32"), make("other", compute_dtype="float32", normalise="positions")
+    parts = usual.read(0, 0)
+    share = sum(p.supervised for p in parts) / sum(len(p.tokens) for p in parts)
+    first, second = usual.update(parts), other.update(other.read(0, 0))
+    assert 0 < share < 1 and second["loss"] == pytest.approx(share * first["loss"], rel=1e-5)
+    assert second["grad_norm"] == pytest.approx(share * first["grad_norm"], rel=1e-5)

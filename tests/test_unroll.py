@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from eyas.draft import attention, loss
 from eyas.draft.attention import plan_blocks, unroll_attention
 from eyas.draft.batch import chain_depth, pack
-from eyas.draft.loss import _largest
+from eyas.draft.loss import _largest, row_loss
+from eyas.errors import UsageError
 from eyas.target import LogitRule
 
 LATENT = {
@@ -106,9 +107,37 @@ def test_every_option_equals_dense_mask(options, survivors):
     compare([mask, [False, True, True, True], [True] * 5], 4, options, 7, survivors=survivors)
 
 
-@pytest.mark.parametrize("kind", ["ce", "kl", "reverse_kl", "tv", "lk"])
+@pytest.mark.parametrize("kind", ["ce", "kl", "reverse_kl", "tv", "lk", "lk_lambda"])
 def test_every_loss_equals_its_definition(kind):
     compare([[False] * 2 + [True] * 8, [True] * 6], 3, {}, 3, survivors=False, kind=kind, keep_unknown=True)
+
+
+@pytest.mark.parametrize("kind", ["lk", "tv", "lk_lambda"])
+def test_rows_that_agree_on_nothing_still_learn_where_the_loss_says_so(kind):
+    """Draft and teacher 60 nats apart: lk's gradient is of the order of one, tv's is nothing, the blend's is KL's."""
+    teacher = torch.tensor([[30.0, 0.0, -30.0]])
+    logits = torch.tensor([[-30.0, 0.0, 30.0]], requires_grad=True)
+    row_loss(logits, teacher, kind).sum().backward()
+    assert torch.isfinite(logits.grad).all()
+    assert logits.grad.norm() < 1e-9 if kind == "tv" else logits.grad.norm() > 0.5
+
+
+def test_a_window_shorter_than_the_unroll_is_refused():
+    config = small_config(sliding_window=3)
+    sample = random_sample(np.random.default_rng(0), "a", [True] * 9, config)
+    head = torch.randn(config.draft_vocab_size, config.target_hidden_size, dtype=torch.float64)
+    unroll(small_draft(config), [sample], 3, head)
+    with pytest.raises(UsageError, match="sliding window of 3 tokens: expected at least the 4 steps"):
+        unroll(small_draft(config), [sample], 4, head)
+
+
+def test_a_document_of_one_token_gives_no_rows():
+    config, rng = small_config(), np.random.default_rng(0)
+    one, more = (random_sample(rng, name, mask, config) for name, mask in (("a", [True]), ("b", [True] * 5)))
+    assert pack([one, more]).documents == [(0, 0), (0, 4)] and len(pack([one, more]).aux) == 4
+    draft, head = small_draft(config), torch.randn(config.draft_vocab_size, config.target_hidden_size).double()
+    both, alone = (unroll(draft, samples, 3, head) for samples in ([one, more], [more]))
+    assert both.accepted.tolist() == alone.accepted.tolist() and torch.allclose(both.loss, alone.loss)
 
 
 def test_a_rule_of_ones_own_weighs_and_ends_chains():
@@ -267,11 +296,27 @@ def test_largest_is_max(rows, width, dtype, data):
 
 
 def test_bfloat16_stays_close_to_float64():
+    """Loss and every gradient, rounded to 8 bits in each of some twenty products on the way."""
     config = small_config(hidden_size=64, head_dim=16, target_hidden_size=64, intermediate_size=128)
     draft = small_draft(config)
+    with torch.no_grad():
+        for linear in draft.linears():
+            linear.weight.mul_(0.3)  # as in a draft at its start; wilder ones blow every rounding up
     rng = np.random.default_rng(0)
     samples = [random_sample(rng, "a", [False] * 5 + [True] * 40, config)]
     head = torch.randn(24, 64, dtype=torch.float64) * 0.1
-    exact = unroll(draft, samples, 3, head, survivors=False)
-    rough = unroll(draft.float(), samples, 3, head.bfloat16(), survivors=False)
-    torch.testing.assert_close(rough.loss.double(), exact.loss, rtol=0.02, atol=0)
+
+    def run(head):
+        result = unroll(draft, samples, 3, head, survivors=False)
+        draft.zero_grad()
+        draft.backward(result.loss)
+        return result.loss.detach().double(), {
+            n: p.grad.double() for n, p in draft.named_parameters() if p.requires_grad
+        }
+
+    exact, exact_grads = run(head)
+    draft.float()
+    rough, rough_grads = run(head.bfloat16())
+    torch.testing.assert_close(rough, exact, rtol=0.02, atol=0)
+    for name, grad in exact_grads.items():
+        assert (rough_grads[name] - grad).norm() < 0.03 * grad.norm(), name

@@ -95,7 +95,8 @@ class Train(Section):
     """Training-time test. steps is K; batch_tokens the rows of one optimizer step.
 
     micro_tokens: rows that go through the draft at once on a rank (gradients are added up), all of its part when left
-    out. shard: many GPUs share masters and optimizer state. online: the target in this process computes what training
+    out. normalise: the loss's denominator, supervised rows or all rows of the global batch. shard: many GPUs share masters
+    and optimizer state. online: the target in this process computes what training
     reads; "cache" keeps it.
     """
 
@@ -110,7 +111,8 @@ class Train(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip: Annotated[float, Field(gt=0)] = 1.0
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    loss: Literal["ce", "kl", "reverse_kl", "tv", "lk"] = "ce"
+    loss: Literal["ce", "kl", "reverse_kl", "tv", "lk", "lk_lambda"] = "ce"
+    normalise: Literal["supervised", "positions"] = "supervised"
     survivors: bool = True
     keep_unknown: bool = False
     freeze_head: bool = False

@@ -26,6 +26,8 @@ class Drafter:
 
     def __init__(self, draft: Draft, device: torch.device, dtype: torch.dtype) -> None:
         self.draft, self.dtype = draft, dtype
+        for linear in draft.linears():
+            linear.stale()  # a cast may be older than its weights
         c = draft.config
         empty = torch.empty(0, c.num_key_value_heads, c.head_dim, dtype=dtype, device=device)
         self.cache = [(empty, empty) for _ in draft.stack]

@@ -110,7 +110,7 @@ def pack(samples: Sequence[Sample], weights: Mapping[str, np.ndarray] | None = N
         where = teacher_positions(sample.supervised)
         depths = chain_depth(sample.supervised)
         index = np.searchsorted(where, np.arange(1, rows + 1))  # of position t+1; meaningless where depth is 0
-        aux.append(as_floats(sample.aux[:rows].reshape(rows, -1)))
+        aux.append(as_floats(sample.aux[:rows]).flatten(1))
         tokens.append(sample.tokens[1:])
         positions.append(np.arange(rows))
         depth.append(depths)

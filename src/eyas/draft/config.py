@@ -126,9 +126,13 @@ def rope_parameters(text: dict[str, Any]) -> dict[str, Any]:
         parameters = dict(found)
     else:
         parameters = dict(text.get("rope_scaling") or {})
-        parameters["rope_theta"] = text.get("rope_theta", 10000.0)
-    parameters["rope_type"] = parameters.pop("type", None) or parameters.get("rope_type") or "default"
-    parameters.setdefault("rope_theta", text.get("rope_theta", 10000.0))
+    kind = parameters.pop("type", None) or parameters.get("rope_type") or "default"
+    parameters["rope_type"] = "longrope" if kind == "su" else kind  # Phi-3's first name for it
+    parameters["rope_theta"] = parameters.get("rope_theta") or text.get("rope_theta") or 10000.0
+    beside = ("partial_rotary_factor", *(["original_max_position_embeddings"] if kind != "default" else []))
+    for key in beside:  # where older configs hold them
+        if text.get(key) is not None:
+            parameters.setdefault(key, text[key])
     return parameters
 
 

@@ -6,8 +6,9 @@ import torch
 
 from eyas.target import LogitRule
 
-Loss = Literal["ce", "kl", "reverse_kl", "tv", "lk"]
+Loss = Literal["ce", "kl", "reverse_kl", "tv", "lk", "lk_lambda"]
 SOFT = ("ce", "kl")  # losses whose gradient is q - p
+ETA = 3.0  # how fast "lk_lambda" leaves KL for TV as acceptance grows, as its authors chose it
 CHUNK = 256  # rows whose logits exist at once: a few MB, which the allocator hands out again without new pages
 PART = 256  # logits among which a maximum is looked for at once
 ENOUGH = 512  # rows that make a product for a matrix's gradient worth its while
@@ -47,17 +48,26 @@ def row_loss(logits: torch.Tensor, teacher: torch.Tensor, kind: Loss) -> torch.T
     """Loss of each row [n] from draft and teacher logits [n, Vd], differentiable. The definition of every `kind`.
 
     ce: soft cross-entropy -Σ p log q. kl: the same less the teacher's entropy. reverse_kl: KL(q‖p).
-    tv: 1 - Σ min(p, q), the rejection probability. lk: -log Σ min(p, q), its log-likelihood form (LK losses).
+    LK losses (arXiv:2602.23881), with α = Σ min(p, q), the probability that a token drawn from q is accepted (among the
+    tokens of the draft vocabulary): tv: 1 - α. lk: -log α. lk_lambda: λ KL + (1 - λ) TV, where λ = exp(-ETA α) of each
+    row has no gradient.
     """
     log_q, log_p = logits.log_softmax(-1), teacher.log_softmax(-1)
     if kind == "ce":
         return -(log_p.exp() * log_q).sum(-1)
-    if kind == "kl":
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
     if kind == "reverse_kl":
         return (log_q.exp() * (log_q - log_p)).sum(-1)
-    accepted = torch.minimum(log_p, log_q).exp().sum(-1)
-    return 1 - accepted if kind == "tv" else -accepted.clamp_min(1e-9).log()
+    divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+    if kind == "kl":
+        return divergence
+    log_accepted = torch.minimum(log_p, log_q).logsumexp(-1)
+    if kind == "lk":
+        return -log_accepted
+    accepted = log_accepted.exp()
+    if kind == "tv":
+        return 1 - accepted
+    share = torch.exp(-ETA * accepted.detach())
+    return share * divergence + (1 - share) * (1 - accepted)
 
 
 def _largest(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,8 +96,8 @@ def _chunk(z: torch.Tensor, teacher: torch.Tensor, kind: Loss) -> tuple[torch.Te
         return rows.detach(), grad.to(z.dtype), best
     q = z.softmax(-1)
     log_sum = top.to(wide) - q.gather(1, best[:, None]).squeeze(1).to(wide).log()
-    mass = teacher.sum(-1).to(wide)  # one, to rounding
-    rows = log_sum * mass - z.mul_(teacher).sum(-1).to(wide)
+    mass = teacher.sum(-1, dtype=wide)  # one, to rounding
+    rows = log_sum * mass - z.mul_(teacher).sum(-1, dtype=wide)
     if kind == "kl":
         rows = rows - torch.special.entr(teacher.to(wide)).sum(-1)
     return rows, q.sub_(teacher), best

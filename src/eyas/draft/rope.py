@@ -27,7 +27,9 @@ class _Rotate(torch.autograd.Function):
 class Rope:
     """cos and sin tables [P, r / 2] in float32 for a head dimension of which the first r = partial * head_dim rotate.
 
-    Multimodal RoPE (mrope) equals the plain kind on text, where its three position sections agree.
+    Multimodal RoPE (mrope) equals the plain kind on text, where its three position sections agree. Of longrope's two
+    sets the long one is taken wherever `max_positions` is more than the original length: engines choose by the length that
+    they serve, not by each text's as Transformers does.
     """
 
     def __init__(self, parameters: dict[str, Any], head_dim: int, max_positions: int) -> None:

@@ -84,8 +84,9 @@ def export_gguf(
 def _write_keys(writer: Any, config: DraftConfig, name: str, dtype: str) -> None:
     c, rope = config, config.rope_parameters
     kind = rope.get("rope_type", "default")
-    if kind not in ("default", "linear", "yarn", "llama3"):
-        raise UsageError(f"RoPE of type {kind!r} has no GGUF form for an EAGLE-3 draft.")
+    if kind not in ("default", "linear", "yarn", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        partial = f" on {rope['partial_rotary_factor']} of a head" if "partial_rotary_factor" in rope else ""
+        raise UsageError(f"RoPE of type {kind!r}{partial} has no GGUF form for an EAGLE-3 draft.")
     writer.add_array("eagle3.target_layers", [layer + 1 for layer in c.aux_layers])
     writer.add_uint32("eagle3.target_hidden_size", c.target_hidden_size)
     writer.add_bool("eagle3.norm_before_residual", c.norm_before_residual)

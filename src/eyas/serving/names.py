@@ -100,6 +100,8 @@ def _rope_keys(config: DraftConfig) -> Json:
     if rope.get("rope_type") == "mrope":
         rope["rope_type"] = "default"
     keys: Json = {"rope_theta": rope.get("rope_theta", 10000.0), "rope_parameters": rope}
+    if "partial_rotary_factor" in rope:  # SGLang reads it here alone
+        keys["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if rope.get("rope_type", "default") != "default":
         keys["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
     return keys

@@ -88,20 +88,21 @@ def open_tracker(name: str, folder: Path, step: int) -> Tracker:
     return lambda values, at: module.log(values, step=at), module.finish
 
 
-def step_flops(config: DraftConfig, rows: int, computed: int, teachers: int) -> float:
+def step_flops(config: DraftConfig, rows: float, computed: float, teachers: float, head: bool) -> float:
     """Floating-point operations of a step's products with weights; attention scores are not counted.
 
     rows read by fc and by the first layer's embedding half, once for all steps; `computed` rows over all steps of the
-    unroll; teachers: positions whose teacher was made.
+    unroll; teachers: positions whose teacher was made; head: whether the head is trained. A product of the forward
+    pass is counted with its gradient for the weights, where they are trained, and for its inputs, where anything
+    trained lies before.
     """
     readers = sum(shape[0] for shape in config.attention_shapes(0).values() if shape[-1] == 0)
-    once = readers * config.hidden_size
-    head = config.draft_vocab_size * config.hidden_size
-    step = config.step_parameters + head
-    teacher = config.draft_vocab_size * config.target_hidden_size
-    return (
-        6.0 * ((config.fc_in * config.hidden_size + once) * rows + (step - once) * computed) + 2.0 * teacher * teachers
-    )
+    embedded = readers * config.hidden_size
+    fc, normed = config.fc_in * config.hidden_size, config.fc_norm or config.norm_before_fc
+    row = (6.0 if normed else 4.0) * fc + 6.0 * embedded
+    step = 6.0 * (config.step_parameters - embedded)
+    step += (6.0 if head else 4.0) * config.draft_vocab_size * config.hidden_size
+    return row * rows + step * computed + 2.0 * config.draft_vocab_size * config.target_hidden_size * teachers
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -194,9 +194,9 @@ class Trainer:
         return max(1, min(torch.get_num_threads(), self.settings.batch_tokens // WORKER_ROWS))
 
     def forward(
-        self, batch: Batch, supervised: float, survivors: bool | None = None, draft: Draft | None = None
+        self, batch: Batch, count: float, survivors: bool | None = None, draft: Draft | None = None
     ) -> Unrolled:
-        """The unroll of a batch; `supervised` rows are the loss's denominator, on all ranks together."""
+        """The unroll of a batch; `count` rows are the loss's denominator, on all ranks together."""
         s = self.settings
         return (draft or self.draft).unroll(
             batch,
@@ -206,7 +206,7 @@ class Trainer:
             self.to_draft,
             survivors=s.survivors if survivors is None else survivors,
             decay=s.decay,
-            scale=1 / supervised,
+            scale=1 / count,
             kind=s.loss,
             keep_unknown=s.keep_unknown,
         )
@@ -232,16 +232,17 @@ class Trainer:
         self.zero_grad()
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = rate
-        supervised = int(self.ranks.sum(torch.tensor(sum(p.supervised for p in parts), device=self.device)))
+        sizes = torch.tensor([[p.supervised, len(p.tokens)] for p in parts], device=self.device).sum(0)
+        supervised, positions = self.ranks.sum(sizes).tolist()
         if not supervised:
             return {"loss": 0.0, "lr": rate, "grad_norm": 0.0, "acc": [], "oov": 0.0}
         figures = torch.zeros(5 + 2 * steps, dtype=torch.float64, device=self.device)
+        count = supervised if self.settings.normalise == "supervised" else positions
         with self.masters.whole():
             for batch in parts:
                 if batch.supervised:
-                    figures += torch.tensor(self._pass(batch, supervised), dtype=torch.float64, device=self.device).sum(
-                        0
-                    )
+                    found = self._pass(batch, count)
+                    figures += torch.tensor(found, dtype=torch.float64, device=self.device).sum(0)
         loss, rows, computed, teachers, unknown, *counts = self.ranks.sum(figures).tolist()
         chains, right = counts[:steps], counts[steps:]
         self.masters.sum()
@@ -255,6 +256,7 @@ class Trainer:
             return None
         for optimizer in self.optimizers:
             optimizer.step()
+        work = step_flops(self.draft.config, rows, computed, teachers, not self.settings.freeze_head)
         return {
             "loss": loss,
             "acc": [round(r / c, 4) if c else None for r, c in zip(right, chains, strict=True)],
@@ -262,16 +264,17 @@ class Trainer:
             "grad_norm": norm,
             "oov": unknown / max(chains[0], 1),
             "chain_steps": round(computed / supervised, 3),
-            "tflop": round(step_flops(self.draft.config, int(rows), int(computed), int(teachers)) / 1e12, 6),
+            "tflop": round(work / 1e12, 6),
         }
 
-    def _pass(self, batch: Batch, supervised: int) -> list[list[float]]:
+    def _pass(self, batch: Batch, count: int) -> list[list[float]]:
         """Forward and backward of a part; gradients are added to those before. Each worker's counts, as `update` sums them."""
 
         def work(draft: Draft, share: Batch) -> list[float]:
-            result = self.forward(share, supervised, draft=draft)
+            result = self.forward(share, count, draft=draft)
             self.masters.backward(result.loss) if draft is self.draft else draft.backward(result.loss)
-            sizes = [len(share.tokens), result.computed, len(share.final)]
+            # a prompt's rows, which several shares compute, count once
+            sizes = [len(batch.tokens) if draft is self.draft else 0, result.computed, len(share.final)]
             return [float(result.loss.detach()), *sizes, result.unknown[0], *result.chains, *result.right]
 
         if not self.twins:
