@@ -99,7 +99,10 @@ class Run:
     def draft_config(self) -> DraftConfig:
         from eyas.draft import vocab
 
-        size = len(vocab.load(self.folder / "vocab"))
+        return self.shape(len(vocab.load(self.folder / "vocab")))
+
+    def shape(self, size: int) -> DraftConfig:
+        """The recipe's draft with a vocabulary of `size`."""
         shape = self.recipe.draft.model_dump(exclude_none=True)
         return draft_config_for(self.target, size, aux_layers=self.layers, **shape)
 
@@ -260,7 +263,7 @@ def vocab(run: Run) -> Figures:
     else:
         chosen = v.choose(counts, always, size)
     k = run.recipe.replay.k
-    shape = draft_config_for(run.target, size, aux_layers=run.layers, **run.recipe.draft.model_dump(exclude_none=True))
+    shape = run.shape(size)
     head = (shape.hidden_size, shape.step_parameters)
     points = v.curve(spans, counts, always, k=k, head=head)
     here = v.curve(spans, counts, always, sizes=[size], k=k)[0]
@@ -282,7 +285,7 @@ def vocab(run: Run) -> Figures:
 
 
 def audit(run: Run) -> Figures:
-    from eyas.audit import audit_before, to_markdown
+    from eyas.audit import audit_before
     from eyas.draft import vocab as v
 
     trainer = run.trainer()
@@ -302,16 +305,25 @@ def audit(run: Run) -> Figures:
         dry_step=trainer.dry_step,
         plan={"epochs": settings.epochs, "steps": settings.steps, "batch_tokens": settings.batch_tokens},
     )
-    if found["verdict"] != "go" and run.accept:
+    _judge(run, found, "audit", "audit")
+    return {name: found[name] for name in ("verdict", "total_params", "trained_params", "frozen_params")}
+
+
+def _judge(run: Run, found: dict[str, Any], title: str, name: str) -> None:
+    """Write an audit; raise NoGo where it says so and nobody accepted that."""
+    from eyas.audit import to_markdown
+
+    page = run.folder / "audit" / f"{name}.md"
+    bad = found["verdict"] != "go"
+    if bad and run.accept:
         found["accepted"] = run.accept
-    write_json(run.folder / "audit" / "audit.json", found)
-    write_text(run.folder / "audit" / "audit.md", to_markdown(found))
-    if found["verdict"] != "go" and not run.accept:
+    write_json(page.with_suffix(".json"), found)
+    write_text(page, to_markdown(found))
+    if bad and not run.accept:
         raise NoGo(
-            f"audit: NO-GO. {' '.join(found['reasons'])} See {run.folder / 'audit' / 'audit.md'}; "
+            f"{title}: NO-GO. {' '.join(found['reasons'])} See {page}; "
             "mend it, or go on all the same with `--accept REASON`."
         )
-    return {name: found[name] for name in ("verdict", "total_params", "trained_params", "frozen_params")}
 
 
 def sources(run: Run, draft: "Draft") -> dict[str, str]:
@@ -353,7 +365,7 @@ def train(run: Run) -> Figures:
 
 
 def draft(run: Run) -> Figures:
-    from eyas.audit import audit_after, to_markdown
+    from eyas.audit import audit_after
     from eyas.report.page import read_log
     from eyas.serving.export import export
 
@@ -377,15 +389,7 @@ def draft(run: Run) -> Figures:
         embed=run.recipe.export.embed,
     )
     found = audit_after(before, state, frozen_by(run), out, run.target, trainer.draft.config)
-    if found["verdict"] != "go" and run.accept:
-        found["accepted"] = run.accept
-    write_json(run.folder / "audit" / "after.json", found)
-    write_text(run.folder / "audit" / "after.md", to_markdown(found))
-    if found["verdict"] != "go" and not run.accept:
-        raise NoGo(
-            f"audit after training: NO-GO. {' '.join(found['reasons'])} See {run.folder / 'audit' / 'after.md'}; "
-            "mend it, or go on all the same with `--accept REASON`."
-        )
+    _judge(run, found, "audit after training", "after")
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     return {"bytes": size, "audit": found["verdict"], "tau": last["tau"], "protocol": last["protocol"]}
 
