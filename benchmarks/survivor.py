@@ -177,6 +177,27 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def over_settings(lines: list[dict[str, Any]]) -> str:
+    """Markdown: differences of tau over all settings (mean per seed first: a seed's settings share conversations)."""
+    tau = {(x["rule"], x["documents"], x["k"], x["seed"]): x["tau"] for x in lines}
+    minutes = {(x["rule"], x["documents"], x["k"], x["seed"]): x["minutes"] for x in lines}
+    settings = sorted({key[1:3] for key in tau})
+    rows = ["| | against | tau, over all settings | of its CPU time |", "|---|---|--:|--:|"]
+    for one, other in [
+        *((rule, "full") for rule in RULES if rule != "full"),
+        ("warm", "survivors"),
+        ("longer", "warm"),
+    ]:
+        both = [s for s in settings if {(rule, *s, 0) for rule in (one, other)} <= tau.keys()]
+        seeds = sorted({key[3] for key in tau if all((rule, *s, key[3]) in tau for rule in (one, other) for s in both)})
+        if not both or not seeds:
+            continue
+        differences = [mean(tau[one, *s, seed] - tau[other, *s, seed] for s in both) for seed in seeds]
+        shares = [sum(minutes[one, *s, x] for x in seeds) / sum(minutes[other, *s, x] for x in seeds) for s in both]
+        rows.append(f"| {one} | {other} | {interval(differences)} | {min(shares):.2f} to {max(shares):.2f} |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", default="runs/smollm2")
@@ -198,7 +219,7 @@ def main() -> None:
             for future in finished:
                 lines.append(future.result())
                 print(json.dumps(lines[-1]), file=out, flush=True)
-    print("\n".join(f"{rule}: {text}" for rule, text in RULES.items()), table(lines), sep="\n\n")
+    print("\n".join(f"{rule}: {text}" for rule, text in RULES.items()), table(lines), over_settings(lines), sep="\n\n")
 
 
 if __name__ == "__main__":
