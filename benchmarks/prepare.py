@@ -71,7 +71,7 @@ def main() -> None:
             start = time.perf_counter()
             prepare_conversations([made], kept)
             read = time.perf_counter()
-            prepare_conversations([made], kept, template=template, max_tokens=4096)
+            prepare_conversations([made], kept, template=template)
             prompts = time.perf_counter()
             spent = cpu()
             prepare_conversations([made], kept, answers=True)

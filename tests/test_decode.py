@@ -250,6 +250,26 @@ def test_the_tree_is_eagle_2s(pair, taught, written, tree):
         assert found == slow_tree(taught.state_dict(), taught.config.to_dict(), tokens, aux, tree)
 
 
+def test_a_drafter_reads_the_weights_of_its_moment(pair, written):
+    """Not the casts that an earlier one made; and replaying trees leaves the draft as it was."""
+    draft = pair.random_draft()
+    sample = sample_of(pair.loaded, written[0], (0, 2, 4))
+    aux = torch.randn(5, draft.config.fc_in, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def output(draft):
+        with torch.inference_mode():
+            return Drafter(draft, torch.device("cpu"), torch.bfloat16).extend(torch.arange(5), aux)
+
+    before = output(draft)
+    with torch.no_grad():
+        draft.fc.weight.mul_(-1)
+    fresh = Draft(draft.config)
+    fresh.load_state_dict(draft.state_dict())
+    assert torch.equal(output(draft), output(fresh)) and not torch.equal(output(draft), before)
+    accept_trees(draft, [sample], TREE, torch.bfloat16)
+    assert draft.fc.weight.dtype == torch.float32
+
+
 def test_tree_mask_shows_ancestors_only(pair):
     parents = [-1, 0, 0, 1, 3, 2]
     seen = tree_mask(parents, 2, pair.loaded)[0, 0] == 0

@@ -1,6 +1,7 @@
 """A draft as each engine loads it, against a second loading written from the engines' own rules."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ from safetensors.torch import load_file
 from serving_parts import DRAFT_VOCAB, HIDDEN, VOCAB, edit, make_draft, make_state, make_target, rename
 from test_check import FAULTS
 
-from eyas.draft.config import draft_config_for
+from eyas.draft.config import draft_config_for, rope_parameters
 from eyas.draft.model import Draft
 from eyas.errors import EyasError, UsageError
 from eyas.serving.export import export, load_draft
+from eyas.serving.llamacpp import export_gguf
 from eyas.serving.load import load_as
 
 ENGINES = ("sglang", "vllm", "llamacpp", "openvino", "trtllm")
@@ -321,6 +323,28 @@ class Store:
 
     def read(self, name):
         return self.samples[name]
+
+
+def test_rope_on_a_part_of_each_head(target, tmp_path):
+    """SGLang looks for the share beside rope_parameters, vLLM in it; eyas writes both, and turns whole heads by itself."""
+    share = {"partial_rotary_factor": 0.5}
+    text = {"rope_theta": 5e3, **share}
+    assert rope_parameters(text) == {"rope_type": "default", **text}
+    config = draft_config_for(make_target(tmp_path / "target", **share), DRAFT_VOCAB)
+    assert "partial_rotary_factor" not in config.rope_parameters
+    config = replace(config, rope_parameters=config.rope_parameters | share)
+    folder = export(make_state(config, target), config, target, tmp_path / "d", provenance={})
+
+    def turned(engine):
+        return load_as(folder, target, engine)[0].rope_parameters.get("partial_rotary_factor")
+
+    assert turned("vllm") == turned("sglang") == 0.5
+    edit(folder, lambda c: c.pop("partial_rotary_factor"))
+    assert (turned("vllm"), turned("sglang")) == (0.5, None)
+    with pytest.raises(UsageError, match=r"RoPE of type 'default' on 0.5 of a head has no GGUF form"):
+        export_gguf(
+            make_state(config, target), config, target, tmp_path / "g", provenance={}, vocabulary=tmp_path / "v"
+        )
 
 
 def test_replay_as_an_engine(target, tmp_path):

@@ -74,6 +74,13 @@ def test_the_curve_is_that_of_torchs_own_data_parallel(recipe, trained, tmp_path
     assert json.loads((tmp_path / "ddp/losses.json").read_text()) == pytest.approx(losses(trained["2"]), rel=2e-5)
 
 
+def test_a_rank_without_documents_takes_part(recipe, tmp_path):
+    """Batches of one document each: the second rank has none, and the curve is the first one's alone."""
+    for ranks in (1, 2):
+        finish(start(recipe, tmp_path / str(ranks), ranks, batch_tokens=1, epochs=1))
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=2e-5)
+
+
 @pytest.mark.parametrize("shard", [False, True])
 def test_two_killed_ranks_resume_with_the_same_bits(recipe, trained, tmp_path, shard):
     log = tmp_path / "log.jsonl"

@@ -136,8 +136,10 @@ def accept(draft: Draft, samples: Iterable[Sample], k: int, to_draft: torch.Tens
 def accept_trees(draft: Draft, samples: Iterable[Sample], tree: "Tree", dtype: torch.dtype) -> Acceptance:
     """Replay dynamic trees, round by round, with the draft's cache: a tree keeps the path that the stored tokens take."""
     conversations: list[Conversation] = []
+    drafter = Drafter(draft, torch.device("cpu"), dtype)
     for sample in samples:
-        drafter, row = Drafter(draft, torch.device("cpu"), dtype), 0
+        drafter.crop(0)
+        row = 0
         tokens, aux = torch.from_numpy(sample.tokens).long(), as_floats(sample.aux).flatten(1).to(dtype)
         room, starts, accepted = chain_depth(sample.supervised), [], []
         while row < len(room):

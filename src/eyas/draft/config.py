@@ -177,7 +177,8 @@ def draft_config_for(target: Target, draft_vocab_size: int | None = None, **opti
         aux_layers=tuple(layers),
         target_num_layers=target.num_layers,
         rms_norm_eps=target.rms_norm_eps,
-        rope_parameters=rope_parameters(text),
+        # whole heads turn: engines differ in where they look for a share, llama.cpp's drafts know none
+        rope_parameters={k: v for k, v in rope_parameters(text).items() if k != "partial_rotary_factor"},
         max_position_embeddings=target.max_positions,
         **options,
     )

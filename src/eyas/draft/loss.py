@@ -49,8 +49,8 @@ def row_loss(logits: torch.Tensor, teacher: torch.Tensor, kind: Loss) -> torch.T
 
     ce: soft cross-entropy -Σ p log q. kl: the same less the teacher's entropy. reverse_kl: KL(q‖p).
     LK losses (arXiv:2602.23881), with α = Σ min(p, q), the probability that a token drawn from q is accepted (among the
-    tokens of the draft vocabulary): tv: 1 - α. lk: -log α. lk_lambda: λ KL + (1 - λ) TV, where λ = exp(-ETA α) of each
-    row has no gradient.
+    tokens of the draft vocabulary): tv: 1 - α. lk: -log α. lk_lambda: λ KL + (1 - λ) TV, where λ = exp(-ETA α) has no
+    gradient and is each row's own, as in speculators (SpecForge takes one λ for a step, from the mean of its α).
     """
     log_q, log_p = logits.log_softmax(-1), teacher.log_softmax(-1)
     if kind == "ce":

@@ -40,6 +40,7 @@ from eyas.files import read_json, write_json
 from eyas.measure import COUNTERS, Asked, Served, read_metrics
 from eyas.serving.contract import ENGINES, PROGRAMS, Json, serve_command
 from eyas.serving.export import State, export
+from eyas.signals import on_signals
 from eyas.target import TEXT_CONFIG_KEYS, read_target
 
 LAYERS, WIDTH, HEADS, KV, HEAD, VOCAB = 12, 704, 4, 2, 32, 128
@@ -329,27 +330,8 @@ def diagnose(per_position: list[float], layers: list[int]) -> tuple[Wire, float]
     return found[best][0], distance[best]
 
 
-@contextmanager
-def _unwinding() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the caller instead of ending it where it stands; a second one ends it at once."""
-    previous: dict[int, Any] = {}
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    def unwind(number: int, _frame: Any) -> None:
-        restore()
-        raise SystemExit(128 + number)
-
-    with suppress(ValueError):  # not in the main thread
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP: leave it so
-                previous[number] = signal.signal(number, unwind)
-    try:
-        yield
-    finally:
-        restore()
+def _unwind(number: int) -> None:
+    raise SystemExit(128 + number)
 
 
 @contextmanager
@@ -365,7 +347,9 @@ def serving(said: Json, program: str, log: Path) -> Iterator[str]:
     if not usual:
         raise UsageError(f"--run: {ENGINES[said['engine']].title} has no server. Give its figures with --measured.")
     command = [*shlex.split(said["serve"].replace(usual, program, 1)), "--port", str(port)]
-    with _unwinding():  # the server leads its own process group: whatever ends this process would leave it running
+    with on_signals(
+        (signal.SIGTERM, signal.SIGHUP), _unwind
+    ):  # the server leads its own process group: whatever ends this process would leave it running
         with open(log, "wb") as output:
             try:
                 server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)

@@ -3,7 +3,6 @@
 The `gguf` package (eyas[gguf]) gives the container; what an EAGLE-3 draft is in it stands here.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from eyas.draft.config import DraftConfig
+from eyas.draft.rope import Rope
 from eyas.errors import EyasError, UsageError
 from eyas.files import atomic_folder, write_json
 from eyas.serving.contract import ENGINES
@@ -153,9 +153,6 @@ def _llama3_factors(config: DraftConfig) -> "np.ndarray[Any, np.dtype[np.float32
     rope = config.rope_parameters
     if rope.get("rope_type") != "llama3":
         return None
-    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
-    context = rope["original_max_position_embeddings"]
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    wavelengths = 2 * math.pi * np.float32(rope["rope_theta"]) ** exponents
-    smooth = np.clip((context / wavelengths - low) / (high - low), 0, 1)  # 0 for long waves, 1 for short ones
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    plain = {"rope_theta": rope["rope_theta"]}
+    usual, scaled = (Rope(kind, config.head_dim, config.max_position_embeddings).inverse for kind in (plain, rope))
+    return (usual / scaled).numpy()

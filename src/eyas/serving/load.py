@@ -147,6 +147,9 @@ def _config(
     sliding = c.get("sliding_window") if window and "sliding_attention" in str(c.get("layer_types")) else None
     if latent := latent_sizes(c):
         head_dim = latent["head_dim"]
+    rope = rope_parameters(c)
+    if kind.name == "sglang" and c.get("partial_rotary_factor") is None:
+        rope.pop("partial_rotary_factor", None)  # it looks beside rope_parameters, not into them
     return DraftConfig(
         hidden_size=hidden,
         target_hidden_size=target.hidden_size,
@@ -159,7 +162,7 @@ def _config(
         aux_layers=layers,
         target_num_layers=target.num_layers,
         rms_norm_eps=float(c.get("rms_norm_eps") or 1e-6),
-        rope_parameters=rope_parameters(c),
+        rope_parameters=rope,
         max_position_embeddings=int(c.get("max_position_embeddings") or 2048),
         num_layers=1 + max(int(name.split(".")[1]) for name in found if name.startswith("layers.")),
         norm_before_residual=kind.norm_before_residual and bool(c.get("norm_before_residual")),

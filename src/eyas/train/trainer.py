@@ -7,9 +7,9 @@ continues at the same document and ends with the same bits.
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from eyas.errors import EyasError, UsageError
 from eyas.features.store import Sample, Store
 from eyas.progress import progress
 from eyas.recipe import Train
+from eyas.signals import on_signals
 from eyas.target import Target
 from eyas.train import checkpoint
 from eyas.train.log import Log, peak_flops, peak_memory, step_flops
@@ -232,8 +233,11 @@ class Trainer:
         self.zero_grad()
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = rate
-        sizes = torch.tensor([[p.supervised, len(p.tokens)] for p in parts], device=self.device).sum(0)
-        supervised, positions = self.ranks.sum(sizes).tolist()
+        sizes = [
+            sum(p.supervised for p in parts),
+            sum(len(p.tokens) for p in parts),
+        ]  # none on a rank without documents
+        supervised, positions = self.ranks.sum(torch.tensor(sizes, device=self.device)).tolist()
         if not supervised:
             return {"loss": 0.0, "lr": rate, "grad_norm": 0.0, "acc": [], "oov": 0.0}
         figures = torch.zeros(5 + 2 * steps, dtype=torch.float64, device=self.device)
@@ -301,11 +305,12 @@ class Trainer:
         waited = flops = 0.0
         tokens = 0
         last: dict[str, Any] = {}
+        stop: list[int] = []  # signals that came
         with (
             closing(Log(self.folder, settings.log_to, self.step)) if first else nullcontext() as log,
             ThreadPoolExecutor(1, "reader") as reader,
             progress("train", self.total, "step", done=self.step) if first else nullcontext(_silent) as advance,
-            _signals() as stop,
+            on_signals((signal.SIGINT, signal.SIGTERM), stop.append),
         ):
             write = log.write if log else _silent
             if self.step == 0:
@@ -446,26 +451,3 @@ def brief(found: Acceptance) -> dict[str, Any]:
 
 def _silent(*_: Any) -> None:
     """The log and progress of ranks that show none."""
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """A list that fills when SIGINT or SIGTERM asks to stop; a second signal ends the process at once."""
-    asked: list[int] = []
-    previous: dict[int, Any] = {}
-
-    def handle(number: int, _frame: Any) -> None:
-        asked.append(number)
-        for each, handler in previous.items():
-            signal.signal(each, handler)
-
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, handle)
-    except ValueError:  # not in the main thread
-        previous.clear()
-    try:
-        yield asked
-    finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
