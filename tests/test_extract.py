@@ -16,7 +16,8 @@ from eyas.errors import EyasError, UsageError
 from eyas.features import health
 from eyas.features.codec import to_float
 from eyas.features.extract import batches, compare, extract
-from eyas.features.store import Store, mask_of, teacher_positions
+from eyas.features.record import mask_of, teacher_positions
+from eyas.features.store import Store
 from eyas.target import LoadedTarget, load_target
 
 LAYERS = [1, 4, 6]

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from eyas.errors import EyasError, UsageError
 from eyas.features import foreign, health
 from eyas.features.codec import to_float
-from eyas.features.store import Store, mask_of, teacher_positions
+from eyas.features.record import mask_of, teacher_positions
+from eyas.features.store import Store
 from eyas.target import LoadedTarget, load_target
 
 LAYERS = [1, 4, 6]
