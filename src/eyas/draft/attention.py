@@ -20,21 +20,21 @@ BLOCK = 256  # queries handled at once: bounds scores and masks to BLOCK rows
 class Block:
     """Queries [first, last) of one document against step-0 keys [start, end).
 
-    Without `rows` it is square: query i sees the keys up to i. Else `rows` [n] are the queries' own rows: each sees the
-    keys up to its row, no further back than `reach`. Every query sees the first `free` keys.
+    rows [n]: the queries' own rows. Each sees the keys up to its row, no further back than `reach`; all see the first
+    `free` keys. square: the rows are the keys' own, from the first to the last.
     """
 
     first: int
     last: int
     start: int
     end: int
-    rows: torch.Tensor | None = None
+    rows: torch.Tensor
     reach: int | None = None
     free: int = 0
+    square: bool = False
 
     def hidden(self, free: int = 0) -> torch.Tensor:
-        """bool [n, keys]: what each query does not see of the keys but the first `free`. Needs `rows`."""
-        assert self.rows is not None
+        """bool [n, keys]: what each query does not see of the keys but the first `free`."""
         own, key = self.rows[:, None], torch.arange(self.start + free, self.end, device=self.rows.device)
         return key > own if self.reach is None else (key > own) | (key < own - self.reach)
 
@@ -53,9 +53,9 @@ def plan_blocks(
     for (start, _end), first, last in zip(documents, edges, edges[1:], strict=False):
         if first == last:
             continue
-        whole = reach is None and int(rows[first]) == start and int(rows[last - 1]) == start + last - first - 1
-        if whole:
-            blocks.append(Block(first, last, start, start + last - first))
+        end = start + last - first
+        if reach is None and int(rows[first]) == start and int(rows[last - 1]) == end - 1:
+            blocks.append(Block(first, last, start, end, rows[first:last], free=1, square=True))
             continue
         for low in range(first, last, BLOCK):
             some = rows[low : min(low + BLOCK, last)]
@@ -65,15 +65,15 @@ def plan_blocks(
     return blocks
 
 
-def _pieces(block: Block, device: torch.device) -> Iterator[Block]:
-    """The block in parts of at most BLOCK queries, all with rows."""
-    if block.rows is not None:
+def _pieces(block: Block) -> Iterator[Block]:
+    """The block in parts of at most BLOCK queries, none of them square."""
+    if not block.square:
         yield block
         return
     for low in range(block.first, block.last, BLOCK):
         high = min(low + BLOCK, block.last)
-        rows = torch.arange(low, high, device=device) + (block.start - block.first)
-        yield Block(low, high, block.start, block.start + high - block.first, rows, None, low - block.first + 1)
+        before, end = low - block.first, high - block.first
+        yield Block(low, high, block.start, block.start + end, block.rows[before:end], free=before + 1)
 
 
 def _grouped(x: torch.Tensor, kv: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ def _forward_block(
     """Output [n, h, d] and log-sum-exp [n, h] of one block, by PyTorch's flash attention for CPUs."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, n, d], views
     mask = None
-    if block.rows is not None:
+    if not block.square:
         hidden = block.hidden()
         mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -109,7 +109,7 @@ def _forward_plain(
     """The same by products and a softmax in at least float32, for other devices; at most BLOCK rows of scores exist."""
     wide, kv = torch.promote_types(q.dtype, torch.float32), k.shape[1]
     outs, sums = [], []
-    for piece in _pieces(block, q.device):
+    for piece in _pieces(block):
         rows, keys = slice(piece.first - block.first, piece.last - block.first), slice(piece.end - piece.start)
         x = _grouped(q[rows], kv).flatten(1, 2)  # [kv, n * g, d]
         scores = _hide((x @ k[keys].permute(1, 2, 0)).to(wide) * scale, piece)
@@ -153,7 +153,7 @@ def _backward_blocks(
     grad_k, grad_v = (lse.new_zeros(*keys.shape[:-1], d) for _ in range(2))
     nothing = xs.new_empty(1)
     for block in blocks:
-        for piece in _pieces(block, q.device):
+        for piece in _pieces(block):
             rows, seen = slice(piece.first, piece.last), slice(piece.start, piece.end)
             x, y = xs[:, rows].flatten(1, 2), ys[:, rows].flatten(1, 2)  # [kv, n * g, d + 2]
             key, value = keys[:, seen].contiguous(), values[:, seen].contiguous()  # bmm would copy them, more slowly
